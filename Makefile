@@ -1,0 +1,55 @@
+# `make demo` and `make test` work on a fresh checkout: they create .venv, install into it what constraints.txt
+# pins, and run. The other targets use the same environment.
+#
+#   PYTHON  the interpreter that .venv is made from (3.10 to 3.13)
+#   ARGS    more arguments: overrides for `make demo`, pytest's for `make test`
+#           make demo ARGS="trainer.max_steps=10"      make test ARGS="tests/package -x"
+
+PYTHON ?= python3
+ARGS ?=
+
+# Relative paths only, so that the checkout may lie in a directory with spaces. DeepSpeed starts ninja by name.
+BIN := .venv/bin
+RUN = PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m
+STAMP := .venv/installed
+
+.PHONY: demo test lint format typecheck wheel docs setup clean help
+
+help:  ## what the targets do
+	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1: /'
+
+demo: $(STAMP)  ## train on uneven requests: two CPU ranks, or all GPUs
+	$(RUN) requestzero.recipes.lightning_sft $(ARGS)
+
+test: $(STAMP)  ## all tests
+	$(RUN) pytest $(ARGS)
+
+lint: $(STAMP)  ## ruff: rules and layout
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+
+format: $(STAMP)  ## rewrite to the layout that lint checks
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+typecheck: $(STAMP)  ## mypy
+	$(RUN) mypy
+
+wheel: $(STAMP)  ## dist/requestzero-*.whl
+	$(RUN) build --wheel --no-isolation --outdir dist .
+
+docs: $(STAMP)  ## rewrite the table of options in README.md
+	$(RUN) requestzero.options_table README.md
+
+setup: $(STAMP)  ## create .venv only
+
+# A change of the dependencies or of their pins installs again.
+$(STAMP): pyproject.toml constraints.txt
+	"$(PYTHON)" -m venv .venv
+	@echo "Installing into .venv what constraints.txt pins (about a minute)."
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $(STAMP)
+
+clean:  ## remove what the targets made
+	rm -rf .venv dist build outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

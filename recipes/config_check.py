@@ -1,0 +1,149 @@
+"""What a composed configuration may not hold, found before anything is started: all of it at once.
+
+Every problem names the full key, what was given and what is allowed. The limits of single values stand in the
+schema and in :mod:`requestzero.settings`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from requestzero.deepspeed_config import overflow_to_config
+from requestzero.recipes.config_schema import PRECISIONS, RecipeConfig
+from requestzero.recipes.devices import choose_devices, count_gpus
+from requestzero.settings import OverflowSettings, RequestZeROSettings
+
+
+def config_problems(cfg: Any) -> list[str]:
+    """All problems of a composed configuration (an OmegaConf object of ``RecipeConfig``)."""
+    checks = (_limits, _zero, _overflow, _model, _data, _optimizer, _trainer)
+    return [problem for check in checks for problem in check(cfg)]
+
+
+def zero_settings(cfg: Any) -> RequestZeROSettings:
+    """The sections ``zero`` and ``overflow`` as the package's own settings."""
+    return RequestZeROSettings(**cfg.zero, overflow=OverflowSettings(**cfg.overflow))
+
+
+def _limits(cfg: Any) -> Iterator[str]:
+    """Single values outside of what the schema allows."""
+    sections = {"": cfg} | {f"{item.name}.": cfg[item.name] for item in dataclasses.fields(RecipeConfig)[:-1]}
+    for prefix, section in sections.items():
+        schema: Any = OmegaConf.get_type(section)
+        for item in dataclasses.fields(schema):
+            allowed = _allowed(section[item.name], item.metadata) if item.metadata else None
+            if allowed:
+                yield f"{prefix}{item.name}={section[item.name]!r} is not allowed: use {allowed}."
+
+
+def _allowed(value: Any, limits: Any) -> str | None:
+    """What the limits allow, if they do not allow ``value``."""
+    if value is None:
+        return None
+    if "allowed" in limits and value not in limits["allowed"]:
+        return "one of " + ", ".join(limits["allowed"])
+    if "at_least" in limits and not value >= limits["at_least"]:
+        return f"a number of at least {limits['at_least']}"
+    if "above" in limits and not value > limits["above"]:
+        return f"a number above {limits['above']}"
+    return None
+
+
+def _refusal(build: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    """Why the package refuses these arguments, if it does."""
+    try:
+        build(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _zero(cfg: Any) -> Iterator[str]:
+    for name, value in cfg.zero.items():
+        refusal = _refusal(RequestZeROSettings, **{name: value})
+        if refusal:
+            yield f"zero.{refusal}"
+    if cfg.zero.retain_gpu_grad_partition_until_step and not cfg.zero.offload_optimizer:
+        yield (
+            "zero.retain_gpu_grad_partition_until_step=true is not allowed without "
+            "zero.offload_optimizer=true: use zero=stage1_offload or zero=stage2_offload."
+        )
+
+
+def _overflow(cfg: Any) -> Iterator[str]:
+    given = {name: value for name, value in cfg.overflow.items() if value is not None}
+    refusals = [_refusal(OverflowSettings, **{name: value}) for name, value in given.items()]
+    together = None if any(refusals) else _refusal(OverflowSettings, **given)
+    yield from filter(None, [*refusals, together])
+    if not any(refusals) and cfg.precision.mode in PRECISIONS:
+        yield from _overflow_against_precision(given, cfg.precision.mode)
+
+
+def _overflow_against_precision(given: dict[str, Any], mode: str) -> Iterator[str]:
+    for name, value in given.items():
+        refusal = _refusal(overflow_to_config, OverflowSettings(**{name: value}), PRECISIONS[mode])
+        if refusal:
+            yield f"overflow.{name}={value!r} with precision.mode={mode!r}: {refusal}"
+
+
+def _model(cfg: Any) -> Iterator[str]:
+    sizes = {f"model.{name}": cfg.model[name] for name in ("width", "layers", "heads")}
+    given = ", ".join(f"{key}={value}" for key, value in sizes.items() if value is not None)
+    path = cfg.model.path
+    if path is None and None in sizes.values():
+        yield (
+            f"model.path=null with {given or 'no sizes'} is not allowed: give model.path=..., a directory "
+            "with a Hugging Face model, or use model=byte_decoder."
+        )
+    if path is not None and given:
+        yield (
+            f"{given} is not allowed with model.path={path!r}, since it sizes the byte-level decoder: use "
+            "model=hugging_face with model.path."
+        )
+    if path is not None and not (Path(path) / "config.json").is_file():
+        yield f"model.path={path!r} is not allowed: use a directory that holds a model's config.json."
+    if cfg.model.width and cfg.model.heads and cfg.model.width % cfg.model.heads:
+        heads = cfg.model.heads
+        yield f"model.width={cfg.model.width} is not allowed: use a multiple of model.heads={heads}."
+
+
+def _data(cfg: Any) -> Iterator[str]:
+    path, longest = cfg.data.path, cfg.data.longest_request
+    if path is None and longest is None:
+        yield "data.path=null is not allowed: give data.path=..., a JSONL file, or use data=pydoc."
+    if path is not None and longest is not None:
+        yield (
+            f"data.longest_request={longest} is not allowed with data.path={path!r}, since it cuts the "
+            "embedded text: use data=jsonl with data.path."
+        )
+    if path is not None and not Path(path).is_file():
+        yield f"data.path={path!r} is not allowed: use a JSONL file that exists."
+
+
+def _optimizer(cfg: Any) -> Iterator[str]:
+    if cfg.optimizer.name != "cpu_adam":
+        return
+    if not cfg.zero.offload_optimizer:
+        yield "optimizer.name='cpu_adam' needs zero.offload_optimizer=true; without it, use optimizer=adamw."
+    for tool in ("c++", "ninja"):
+        if shutil.which(tool) is None:
+            yield f"optimizer.name='cpu_adam' needs {tool}, which is not on the PATH; use optimizer=adamw."
+
+
+def _trainer(cfg: Any) -> Iterator[str]:
+    devices = choose_devices(cfg.trainer)
+    if devices.accelerator == "gpu" and devices.devices > count_gpus():
+        asked = f"trainer.devices={cfg.trainer.devices} with trainer.accelerator={cfg.trainer.accelerator!r}"
+        yield (
+            f"{asked} is not allowed: this machine has {count_gpus()} GPUs; use as many at most, or trainer.accelerator=cpu."
+        )
+    if devices.accelerator == "cpu" and PRECISIONS.get(cfg.precision.mode) == "fp16":
+        yield f"precision.mode={cfg.precision.mode!r} is not allowed on CPU: use bf16-true or 32-true."
+    if cfg.trainer.resume_from is not None and not Path(cfg.trainer.resume_from).exists():
+        yield f"trainer.resume_from={cfg.trainer.resume_from!r} is not allowed: use a checkpoint that exists."

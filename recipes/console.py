@@ -1,0 +1,38 @@
+"""What a recipe's command shows on the terminal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+from rich.console import Console
+
+PLAIN_WIDTH = 160
+"""Columns where the output is not a terminal: enough for paths on one line."""
+
+
+def make_console() -> Console:
+    """As wide as the terminal, or wide enough for a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+
+
+def quiet_libraries(accelerator: str) -> None:
+    """Keep what libraries say about themselves off the screen; warnings and errors stay, the log file has all.
+
+    For a command only: it changes this process's environment and loggers.
+
+    Args:
+        accelerator: ``"cpu"`` or ``"gpu"``, what the run will use.
+    """
+    if accelerator == "cpu":
+        # Otherwise DeepSpeed warns that it has found no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import lightning.pytorch as lightning
+
+    for handler in logging.getLogger(lightning.__name__).handlers:
+        handler.setLevel(logging.WARNING)
+    # Deprecations between other people's libraries, which a user of the recipe cannot act on.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+    warnings.filterwarnings("ignore", message=r".*all_gather_into_tensor.*", category=FutureWarning)

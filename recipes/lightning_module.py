@@ -1,0 +1,49 @@
+"""The training task as Lightning sees it: a loss per micro-batch and an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from requestzero.recipes.config_schema import OptimizerConfig
+from requestzero.recipes.model import next_token_loss
+
+
+class LanguageModeling(LightningModule):
+    """Next-token prediction. It knows nothing of requests: each micro-batch has a mean loss, as usual."""
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer_config = optimizer
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """``loss`` in nats per trained token, and the number of trained ``tokens``."""
+        loss, tokens = next_token_loss(self.model, batch)
+        return {"loss": loss, "tokens": tokens}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.model, self.optimizer_config)
+        # One step of the scheduler is one applied update.
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self._warmup(optimizer), "interval": "step"},
+        }
+
+    def _warmup(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        rise = self.optimizer_config.warmup_steps
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (rise + 1)))
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over all parameters, PyTorch's or DeepSpeed's for the CPU."""
+    if config.name == "cpu_adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(
+            model.parameters(), lr=config.lr, weight_decay=config.weight_decay, adamw_mode=True
+        )
+    return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)

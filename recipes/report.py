@@ -1,0 +1,71 @@
+"""What a run ends with: a table of its results, and the lines of data that were left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Results of a run."""
+
+    first_loss: float
+    """Nats per trained token, mean of the first update window, before its update."""
+    last_loss: float
+    updates_applied: int
+    updates_skipped: int
+    """Updates whose gradient was not finite."""
+    requests: int
+    micro_batches: int
+    """Per rank, fillers included."""
+    tokens_per_second: float
+    """Trained tokens, over all ranks."""
+    bytes_between_requests: int
+    """Gradient partition on the accelerator after a request within a window, the most on any rank."""
+    bytes_at_peak: int
+    checkpoint: Path
+    logs: Path
+    skipped_lines: list[str]
+    """Lines of the data file that were left out, each with the reason."""
+
+
+def print_report(console: Console, summary: RunSummary) -> None:
+    """The summary as a table, with skipped lines of data above it."""
+    for line in summary.skipped_lines:
+        console.print(f"left out: {line}", markup=False, highlight=False)
+    if summary.skipped_lines:
+        console.print(
+            f"{len(summary.skipped_lines)} lines of the data were left out (data.on_bad_line=skip)."
+        )
+    table = Table(title="requestzero: end of run", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(summary).items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory where it lies in there."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _rows(summary: RunSummary) -> dict[str, str]:
+    return {
+        "loss, first": f"{summary.first_loss:.4f}",
+        "loss, last": f"{summary.last_loss:.4f}",
+        "updates applied": f"{summary.updates_applied:,}",
+        "updates skipped": f"{summary.updates_skipped:,}",
+        "requests": f"{summary.requests:,}",
+        "micro-batches per rank": f"{summary.micro_batches:,}",
+        "tokens per second": f"{summary.tokens_per_second:,.0f}",
+        "gradient partition between requests": f"{summary.bytes_between_requests:,} bytes",
+        "gradient partition at peak": f"{summary.bytes_at_peak:,} bytes",
+        "checkpoint": _shown(summary.checkpoint),
+        "logs": _shown(summary.logs),
+    }

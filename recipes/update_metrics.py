@@ -1,0 +1,119 @@
+"""What happened in each update window and in the run, over all ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from requestzero import RequestZeRO
+
+
+@dataclass
+class RunTotals:
+    """Counts of a run, which go on when it is resumed."""
+
+    requests: int = 0
+    micro_batches: int = 0
+    """Per rank."""
+    tokens: int = 0
+    """Trained tokens over all ranks."""
+    first_loss: float = float("nan")
+    """Mean loss of the first update window, in nats per trained token."""
+    last_loss: float = float("nan")
+
+
+@dataclass
+class RankFigures:
+    """What this process measured; a resumed run starts anew."""
+
+    seconds: float = 0.0
+    """From the start of training to the end of the last update."""
+    tokens: int = 0
+    """Trained tokens over all ranks in that time."""
+    bytes_between_requests: int = 0
+    """This rank's gradient partition, the most held after a request within a window."""
+    bytes_at_peak: int = 0
+    updates_applied: int = 0
+    """Over the whole training, as ``updates_skipped``."""
+    updates_skipped: int = 0
+
+
+class UpdateMetrics(Callback):
+    """Logs ``loss``, ``grad_norm``, ``lr``, ``requests``, ``micro_batches`` and ``tokens`` once per update.
+
+    The loss is the mean over the window's trained tokens on all ranks, before the update.
+    """
+
+    def __init__(self) -> None:
+        self.totals = RunTotals()
+        self.figures = RankFigures()
+        self._loss_and_tokens = [torch.zeros(()), torch.zeros(())]
+        self._started = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clear_window()
+        self._started = time.perf_counter()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        window = _strategy(trainer).engine.update_window
+        self.totals.requests += window.requests + window.request_open
+        self.totals.micro_batches += window.micro_batches
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        strategy = _strategy(trainer)
+        loss, tokens = outputs["loss"].detach(), outputs["tokens"]
+        self._loss_and_tokens = [self._loss_and_tokens[0] + loss * tokens, self._loss_and_tokens[1] + tokens]
+        if not strategy.window_open:
+            self._on_update(strategy, pl_module)
+        elif not strategy.engine.update_window.request_open:
+            held = strategy.engine.grad_partition_bytes()
+            self.figures.bytes_between_requests = max(self.figures.bytes_between_requests, held)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = _strategy(trainer)
+        self.figures.updates_applied = strategy.applied_updates
+        self.figures.updates_skipped = strategy.skipped_updates
+        held = [float(self.figures.bytes_between_requests), float(strategy.engine.peak_grad_partition_bytes)]
+        most = strategy.reduce(
+            torch.tensor(held, dtype=torch.float64, device=strategy.root_device), reduce_op="max"
+        )
+        self.figures.bytes_between_requests, self.figures.bytes_at_peak = map(int, most.tolist())
+
+    def _on_update(self, strategy: Any, pl_module: LightningModule) -> None:
+        sums = torch.stack([value.double() for value in self._loss_and_tokens])
+        loss_sum, tokens = strategy.reduce(sums, reduce_op="sum").tolist()
+        self._clear_window()
+        totals = self.totals
+        totals.tokens += int(tokens)
+        totals.last_loss = loss_sum / max(1.0, tokens)
+        if totals.first_loss != totals.first_loss:
+            totals.first_loss = totals.last_loss
+        self.figures.tokens += int(tokens)
+        self.figures.seconds = time.perf_counter() - self._started
+        pl_module.log_dict(self._update_metrics(strategy), prog_bar=True)
+
+    def _update_metrics(self, strategy: Any) -> dict[str, float]:
+        counts = {name: float(getattr(self.totals, name)) for name in ("requests", "micro_batches", "tokens")}
+        rate = strategy.optimizers[0].param_groups[0]["lr"]
+        return {"loss": self.totals.last_loss, "grad_norm": strategy.grad_norm, "lr": rate, **counts}
+
+    def _clear_window(self) -> None:
+        self._loss_and_tokens = [torch.zeros(()), torch.zeros(())]
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self.totals)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.totals = RunTotals(**state_dict)
+
+
+def _strategy(trainer: Trainer) -> Any:
+    """The trainer's ``RequestZeRO`` within fit, where it has an engine."""
+    assert isinstance(trainer.strategy, RequestZeRO)
+    return trainer.strategy

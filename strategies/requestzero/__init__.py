@@ -1,0 +1,42 @@
+"""Exact optimizer steps for windows of requests with DeepSpeed ZeRO-1/2.
+
+Importing this package loads neither torch nor DeepSpeed and changes nothing global; every public name is
+loaded on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from requestzero.versions import __version__
+
+if TYPE_CHECKING:
+    from requestzero.initialize import initialize
+    from requestzero.lightning.strategy import RequestZeRO
+    from requestzero.micro_batch import MicroBatch
+    from requestzero.request_loader import RequestLoader
+    from requestzero.settings import OverflowSettings
+
+# Public name -> the module that defines it.
+_LAZY = {
+    "initialize": "requestzero.initialize",
+    "MicroBatch": "requestzero.micro_batch",
+    "OverflowSettings": "requestzero.settings",
+    "RequestLoader": "requestzero.request_loader",
+    "RequestZeRO": "requestzero.lightning",
+}
+
+__all__ = ["MicroBatch", "OverflowSettings", "RequestLoader", "RequestZeRO", "__version__", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

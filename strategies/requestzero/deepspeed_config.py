@@ -1,0 +1,211 @@
+"""DeepSpeed configurations as plain dictionaries: load, merge, extend with our options, refuse what cannot work.
+
+Light on purpose (no torch, no DeepSpeed), so that every error comes before a process or a model exists.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from requestzero.settings import OverflowSettings, RequestZeROSettings
+
+Config = dict[str, Any]
+
+RETAIN_OPTION = "retain_gpu_grad_partition_until_step"
+
+
+def load_config(config: Any, source: str = "config") -> Config:
+    """The configuration as a new dictionary that shares nothing with what was given.
+
+    Args:
+        config: a mapping, an OmegaConf object, a path to a JSON or YAML file, or ``None`` (an empty configuration).
+        source: how error messages name the argument.
+
+    Raises:
+        ValueError: not one of these, or the file does not hold a mapping.
+        FileNotFoundError: the file does not exist.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, (str, os.PathLike)):
+        return _load_file(Path(config), source)
+    if _is_omegaconf(config):
+        from omegaconf import OmegaConf
+
+        config = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    raise ValueError(
+        f"{source} is of type {type(config).__name__}: give a dict, an OmegaConf object, or the path of a JSON or YAML file."
+    )
+
+
+def _is_omegaconf(config: Any) -> bool:
+    return type(config).__module__.split(".")[0] == "omegaconf"
+
+
+def _load_file(path: Path, source: str) -> Config:
+    if not path.is_file():
+        raise FileNotFoundError(f"{source} names the file {str(path)!r}, which does not exist.")
+    text = path.read_text(encoding="utf-8")
+    try:
+        # JSON first: a YAML reader would let a doubled key pass and read 1e-5 as text.
+        loaded = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else _load_yaml(path)
+    except ValueError as error:
+        raise ValueError(f"{source} names the file {str(path)!r}, which cannot be read: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{source} names the file {str(path)!r}, which holds {type(loaded).__name__} instead of a mapping.")
+    return loaded
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Config:
+    keys = [key for key, _ in pairs]
+    doubled = sorted({key for key in keys if keys.count(key) > 1})
+    if doubled:
+        raise ValueError(f"the key {doubled[0]!r} stands twice in one object")
+    return dict(pairs)
+
+
+def _load_yaml(path: Path) -> Any:
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        # OmegaConf reads 1e-5 as a number and refuses doubled keys, unlike a bare YAML reader.
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=True, throw_on_missing=True)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except OSError as error:
+        raise ValueError(f"it does not hold a mapping ({error})") from error
+
+
+def merge_configs(first: Mapping[str, Any], second: Mapping[str, Any], first_source: str, second_source: str) -> Config:
+    """Both configurations in one; where both set a key it must be to the same value.
+
+    Raises:
+        ValueError: a key has two different values; the message names the key, both values and both sources.
+    """
+    return _merge(first, second, first_source, second_source, prefix="")
+
+
+def _merge(first: Mapping[str, Any], second: Mapping[str, Any], first_source: str, second_source: str, prefix: str) -> Config:
+    merged = copy.deepcopy(dict(first))
+    for key, value in second.items():
+        if key not in merged:
+            merged[key] = copy.deepcopy(value)
+        elif isinstance(merged[key], Mapping) and isinstance(value, Mapping):
+            merged[key] = _merge(merged[key], value, first_source, second_source, f"{prefix}{key}.")
+        elif merged[key] != value or isinstance(merged[key], bool) != isinstance(value, bool):
+            raise ValueError(
+                f"{prefix}{key} is {merged[key]!r} in {first_source} and {value!r} in {second_source}: set it in one "
+                "place, or to the same value."
+            )
+    return merged
+
+
+def settings_to_config(settings: RequestZeROSettings) -> Config:
+    """The DeepSpeed keys of everything in ``settings`` that is set, except overflow (its keys depend on precision)."""
+    zero: Config = {"stage": settings.stage}
+    if settings.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if settings.retain_gpu_grad_partition_until_step:
+        zero[RETAIN_OPTION] = True
+    config: Config = {"zero_optimization": zero}
+    if settings.grad_accum_dtype is not None:
+        config["data_types"] = {"grad_accum_dtype": settings.grad_accum_dtype}
+    return config
+
+
+def overflow_to_config(overflow: OverflowSettings, precision: str) -> Config:
+    """The DeepSpeed keys of the overflow options that were set.
+
+    Args:
+        precision: the model's dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+
+    Raises:
+        ValueError: an option does not apply to this precision.
+    """
+    scaling = overflow.loss_scale_options()
+    if scaling and precision != "fp16":
+        raise ValueError(
+            f"overflow.{next(iter(scaling))} scales fp16 losses, but the precision is {precision}: leave it out, or train in fp16."
+        )
+    check = overflow.check_grad_overflow
+    if precision == "fp16" and check is False:
+        raise ValueError(
+            "overflow.check_grad_overflow=False is not possible in fp16, whose loss scaling needs the check: leave it out, or train in bf16."
+        )
+    if precision == "fp32" and check is not None:
+        raise ValueError(
+            f"overflow.check_grad_overflow={check!r} applies to bf16 only, but the precision is fp32: leave it out, or train in bf16."
+        )
+    if precision == "fp16":
+        return {"fp16": scaling} if scaling else {}
+    return {"bf16": {"check_grad_overflow": check}} if check is not None else {}
+
+
+def take_retain_option(config: Config) -> bool:
+    """Remove ``zero_optimization.retain_gpu_grad_partition_until_step`` from ``config`` and return its value.
+
+    DeepSpeed's own schema does not know the key yet and would reject it.
+
+    Raises:
+        ValueError: the value is not a bool.
+    """
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, dict) or RETAIN_OPTION not in zero:
+        return False
+    value = zero.pop(RETAIN_OPTION)
+    if not isinstance(value, bool):
+        raise ValueError(f"zero_optimization.{RETAIN_OPTION}={value!r} is not allowed: use true or false.")
+    return value
+
+
+def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
+    """Raise ValueError where the configuration asks for something that the request-safe optimizer does not do.
+
+    Args:
+        config: a DeepSpeed configuration.
+        model: the module to train, if there is one yet.
+    """
+    zero = _section(config, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if stage not in (1, 2):
+        advice = "call deepspeed.initialize for it" if stage == 3 else "set it to 1 or 2, or use plain DDP"
+        raise ValueError(
+            f"zero_optimization.stage={stage!r} was asked, and requestzero makes stages 1 and 2 request-safe: {advice}."
+        )
+    if zero.get("zenflow") is not None:
+        raise ValueError(
+            "zero_optimization.zenflow was asked, which keeps a gradient path of its own: remove it (offload_optimizer alone "
+            "is supported), or call deepspeed.initialize for ZenFlow."
+        )
+    if _section(config, "compile").get("deepcompile"):
+        raise ValueError(
+            "compile.deepcompile was asked, which reduces gradients inside compiled graphs: set it to false, or call "
+            "deepspeed.initialize for DeepCompile."
+        )
+    if _section(config, "hybrid_engine").get("enabled"):
+        raise ValueError(
+            "hybrid_engine.enabled was asked, which is an engine class of its own: set it to false, or call "
+            "deepspeed.initialize for the hybrid engine."
+        )
+    if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
+        raise ValueError(
+            "The model is a PipelineModule, whose engine owns the micro-batch schedule: pass a plain torch.nn.Module, or call "
+            "deepspeed.initialize for pipelines."
+        )
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={value!r} is not allowed: DeepSpeed wants a mapping there.")
+    return value

@@ -1,0 +1,57 @@
+"""``requestzero.initialize``: ``deepspeed.initialize`` with the request-safe engine."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import partial
+from typing import Any
+
+from requestzero.deepspeed_config import check_supported, load_config, take_retain_option
+from requestzero.versions import require_supported_deepspeed
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Build an engine whose steps apply exactly the sum of all requests of an update window (collective).
+
+    Takes the arguments of ``deepspeed.initialize`` and returns what it returns, ``(engine, optimizer, dataloader,
+    lr_scheduler)``; the engine is a :class:`~requestzero.optimizer.engine.RequestZeROEngine`. ``config`` may be a dict, a
+    path to a JSON or YAML file, or an OmegaConf object, and may set
+    ``zero_optimization.retain_gpu_grad_partition_until_step`` (bool, default false).
+
+    Raises:
+        ImportError: the installed DeepSpeed is not supported.
+        ValueError: the configuration cannot be read, or asks for stage 0 or 3, ZenFlow, a pipeline module, DeepCompile or
+            the hybrid engine.
+    """
+    require_supported_deepspeed()
+    import deepspeed
+
+    given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
+    config = _take_config(given)
+    retain = take_retain_option(config)
+    check_supported(config, given.get("model"))
+
+    from requestzero.optimizer.engine import RequestZeROEngine
+    from requestzero.optimizer.swap import replaced
+
+    engine_class = partial(RequestZeROEngine, retain_gpu_grad_partition_until_step=retain)
+    with replaced(deepspeed, "DeepSpeedEngine", engine_class):
+        return deepspeed.initialize(**given, config=config)
+
+
+def _take_config(given: dict[str, Any]) -> dict[str, Any]:
+    """Remove the configuration from the arguments, wherever it stands in them, and load it."""
+    sources = {name: given.pop(name, None) for name in ("config", "config_params")}
+    command_line = given.get("args")
+    if getattr(command_line, "deepspeed_config", None) is not None:
+        sources["args.deepspeed_config"] = command_line.deepspeed_config
+        given["args"] = copy.copy(command_line)
+        given["args"].deepspeed_config = None
+    found = {name: value for name, value in sources.items() if value is not None}
+    if len(found) != 1:
+        raise ValueError(
+            f"The DeepSpeed configuration was given in {', '.join(found) or 'no argument'}: give it once, as config=."
+        )
+    name, value = found.popitem()
+    return load_config(value, name)

@@ -1,0 +1,33 @@
+"""Labels that training leaves out, in inputs that are mappings with ``"labels"`` (Hugging Face's form)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+IGNORED_LABEL = -100
+"""The label that cross entropy leaves out (torch's and Hugging Face's ``ignore_index``)."""
+
+
+def mask_labels(inputs: Any) -> Any:
+    """A copy of ``inputs`` in which every label is ``-100``: the default filler of ``RequestLoader``.
+
+    The model runs as usual, over every parameter. Its loss is exactly zero, with gradients of exactly zero,
+    where it is the sum over the trained tokens divided by ``max(1, their number)``; a plain mean is 0/0 here.
+
+    Raises:
+        TypeError: ``inputs`` is not a mapping with ``"labels"``.
+    """
+    if not isinstance(inputs, Mapping) or "labels" not in inputs:
+        raise TypeError(
+            f"A rank has no item of a request, and of what collate returned, a {type(inputs).__name__} "
+            "without 'labels', no micro-batch with zero loss can be made. Give RequestLoader(filler=...): a "
+            "function that turns what collate returns into inputs whose loss is exactly zero."
+        )
+    labels = inputs["labels"]
+    return {**inputs, "labels": labels.new_full(tuple(labels.shape), IGNORED_LABEL)}
+
+
+def count_trained(inputs: Any) -> float:
+    """Number of labels in ``inputs["labels"]`` that are trained on (not ``-100``)."""
+    return float((inputs["labels"] != IGNORED_LABEL).sum())

@@ -1,0 +1,35 @@
+"""What a loader yields to say where requests and update windows end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class MicroBatch:
+    """One forward and backward of one request on one data-parallel rank.
+
+    The training loop unwraps it: the model, its hooks and callbacks see ``inputs`` only. Every data-parallel
+    rank must yield the same sequence of ``request_end`` and ``window_end`` values.
+    """
+
+    inputs: Any
+    """What the model's training step receives as its batch."""
+    request_end: bool = True
+    """Whether this is the last micro-batch of its request; its gradients are complete after it."""
+    window_end: bool | None = None
+    """Whether the optimizer steps after this micro-batch. ``None``: the training loop counts requests instead
+    (``accumulate_grad_batches`` of them make a window). A loader sets it always or never."""
+    weight: float | None = None
+    """Weight of this micro-batch in the window's mean, such as its number of trainable tokens (kept for
+    normalizations that use it; ``"mean"`` and ``"sum"`` do not)."""
+    request_id: str | int | None = None
+    """Name of the request in messages and logs."""
+
+    def __post_init__(self) -> None:
+        if self.window_end and not self.request_end:
+            raise ValueError(
+                f"MicroBatch of request {self.request_id!r} has window_end=True and request_end=False: "
+                "the optimizer can only step at the end of a request. Set request_end=True."
+            )

@@ -1,0 +1,177 @@
+"""The engine that a caller drives: requests, windows, and steps with a divisor."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION, DeepSpeedEngine
+from typing_extensions import override
+
+from requestzero.optimizer.swap import replaced
+from requestzero.optimizer.window import UpdateWindow
+from requestzero.optimizer.zero_optimizer import RequestZeROOptimizer
+
+
+class RequestZeROEngine(DeepSpeedEngine):
+    """``DeepSpeedEngine`` for update windows of several requests; built by :func:`requestzero.initialize`.
+
+    Written for DeepSpeed 0.19.8. All ranks must run the same number of backwards over the same parameters.
+    """
+
+    optimizer: RequestZeROOptimizer
+
+    def __init__(self, *args: Any, retain_gpu_grad_partition_until_step: bool = False, **kwargs: Any) -> None:
+        self._retain_gpu_grad_partition_until_step = retain_gpu_grad_partition_until_step
+        super().__init__(*args, **kwargs)
+
+    # --- windows ----------------------------------------------------------------------------------------------------
+
+    @property
+    def update_window(self) -> UpdateWindow:
+        """The open window's counts; a new object after every step and ``zero_grad()``."""
+        return self.optimizer.window
+
+    @property
+    def applied_updates(self) -> int:
+        """Updates that changed the weights: attempted ones (``global_steps``) less ``skipped_steps``."""
+        return int(self.global_steps - self.skipped_steps)
+
+    def grad_partition_bytes(self) -> int:
+        """Bytes of the gradient partition that this rank holds on the accelerator now (0 when released)."""
+        return self.optimizer.grad_partition_bytes()
+
+    @property
+    def peak_grad_partition_bytes(self) -> int:
+        """The most that :meth:`grad_partition_bytes` has been at the end of a backward."""
+        return self.optimizer.peak_grad_partition_bytes
+
+    def end_request(self) -> None:
+        """End the open request after its last backward has already run.
+
+        For callers who learn only afterwards that it was the last; those who know call
+        ``set_gradient_accumulation_boundary(True)`` before it. Does not step. Changes nothing when no backward has run
+        since the last request end. To be called on all ranks; collective at stage 1, which reduces here.
+
+        Raises:
+            RuntimeError: inside ``no_sync()`` or ``coalesce_grad_reduction()``.
+        """
+        if self.inside_no_sync_ctxt:
+            raise RuntimeError("end_request() inside no_sync() or coalesce_grad_reduction(): call it after the block.")
+        if not self.update_window.request_open:
+            return
+        if self.zero_optimization_partition_gradients():
+            self.optimizer.finalize_gradient_accumulation_boundary()
+        else:
+            saved, self._is_gradient_accumulation_boundary = self._is_gradient_accumulation_boundary, True
+            try:
+                self.allreduce_gradients()
+            finally:
+                self._is_gradient_accumulation_boundary = saved
+        self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
+
+    @override
+    def zero_grad(self) -> None:
+        """Discard the open window, at every stage."""
+        super().zero_grad()
+        self.optimizer.zero_grad()
+
+    @override
+    def step(self, lr_kwargs: dict[str, Any] | None = None, *, divisor: float = 1.0) -> None:
+        """Apply the window's gradient sum, divided by ``divisor``, at a boundary (collective).
+
+        A request that is still open ends here. ``get_global_grad_norm()`` and gradient clipping refer to the divided
+        gradient. Without a backward since the last step nothing is applied and no counter moves.
+
+        Args:
+            lr_kwargs: passed to the learning rate scheduler, as in DeepSpeed.
+            divisor: a positive finite number, the same on all ranks, such as ``engine.update_window.micro_batches``.
+
+        Raises:
+            ValueError: the divisor is not a positive finite number.
+        """
+        if not (isinstance(divisor, (int, float)) and math.isfinite(divisor) and divisor > 0):
+            raise ValueError(f"divisor={divisor!r} is not allowed: use a positive finite number, the same on all ranks.")
+        at_boundary = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
+        if at_boundary and not self.inside_no_sync_ctxt:
+            if not self.update_window.is_open:
+                self._step_applied = False
+                return
+            self.end_request()
+            self.update_window.divisor = float(divisor)
+        super().step(lr_kwargs)
+
+    @override
+    def _backward_epilogue(self) -> None:
+        """Also count the micro-batch: this runs once per backward, whichever way it was started."""
+        self.update_window.begin_micro_batch()
+        super()._backward_epilogue()
+
+    @override
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Only where something has come since the last request end: a step asks again after :meth:`end_request`."""
+        if self.update_window.request_open:
+            super().allreduce_gradients(*args, **kwargs)
+
+    @override
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Inside ``no_sync()`` no backward is one: its gradients stay local until a later backward reduces them."""
+        return not self.inside_no_sync_ctxt and bool(super().is_gradient_accumulation_boundary())
+
+    # --- construction -----------------------------------------------------------------------------------------------
+
+    @override
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> Any:
+        """Stage 1 in bf16 with fp32 accumulation gets the ZeRO class as well, instead of ``BF16_Optimizer``."""
+        wrapper = super()._do_optimizer_sanity_check(basic_optimizer)
+        return ZERO_OPTIMIZATION if wrapper == BFLOAT16 else wrapper
+
+    @override
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
+        wanted = partial(
+            RequestZeROOptimizer, retain_gpu_grad_partition_until_step=self._retain_gpu_grad_partition_until_step
+        )
+        with replaced(deepspeed_engine, "DeepSpeedZeroOptimizer", wanted):
+            return super()._configure_zero_optimizer(optimizer)
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """dtype of gradient reduction: the user's, else fp32 where stage 1 accumulates in fp32, else the model's.
+
+        Stage 1 reduces once per request, so that fp32 costs little and saves the sum from being rounded to 16 bits;
+        stage 2 reduces in every backward, where it would double the traffic.
+        """
+        chosen = self._config.communication_data_type
+        _, grad_accum_dtype = self.get_data_types()
+        if chosen is None and self.zero_optimization_stage() == 1 and grad_accum_dtype == torch.float32:
+            return torch.float32
+        return super().communication_data_type
+
+    @communication_data_type.setter
+    def communication_data_type(self, value: torch.dtype) -> None:
+        self._config.communication_data_type = value
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, save_dir: str, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's (collective).
+
+        Raises:
+            RuntimeError: the window is open; its gradients would be missing from the checkpoint.
+        """
+        if self.update_window.is_open:
+            raise RuntimeError(
+                f"save_checkpoint() with an open update window ({self.update_window.micro_batches} micro-batches since the "
+                "last step): their gradients would be lost on resume. Save after step(), or call zero_grad() to discard them."
+            )
+        return super().save_checkpoint(save_dir, *args, **kwargs)
+
+    @override
+    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's (collective); the open window is discarded first."""
+        self.zero_grad()
+        return super().load_checkpoint(load_dir, *args, **kwargs)

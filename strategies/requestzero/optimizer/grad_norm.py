@@ -1,0 +1,165 @@
+"""The norm of the window's gradient, the verdict whether it is finite, and its division: read once, in ``step()``.
+
+Norms stay on the device; one all-reduce brings together those of all groups and ranks, and one host read takes them.
+A norm is finite exactly when DeepSpeed's ``step`` would go on, so it is the overflow verdict as well: it describes the
+latest value of the sum, as the host gradient holds it, and an overflow that later gradients cancel leaves no trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import get_norm_dtype
+from typing_extensions import override
+
+from requestzero.optimizer.windowed import WindowedOptimizer
+
+# Elements whose norm is taken at a time: bounds the widened copy to 32 MiB in fp64.
+_NORM_CHUNK = 2**22
+
+
+def partition_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of a gradient as a scalar on its device, in DeepSpeed's dtype for norms (fp64 where there is one)."""
+    dtype = get_norm_dtype()
+    if gradient.numel() <= _NORM_CHUNK:
+        return torch.linalg.vector_norm(gradient, dtype=dtype)
+    pieces = gradient.view(-1).split(_NORM_CHUNK)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece, dtype=dtype) for piece in pieces]))
+
+
+class WindowNorm(WindowedOptimizer):
+    """Written for DeepSpeed 0.19.8, which reads one norm per tensor and divides with the next update's loss scale."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._group_norms: list[float] | None = None
+        self._frozen_scale: float | None = None
+        super().__init__(*args, **kwargs)
+
+    # --- scale: loss scale and divisor ------------------------------------------------------------------------------
+
+    def freeze_scale(self, divisor: float) -> None:
+        """For the step at hand, take the divisor into the loss scale: norm, clipping and Muon follow it as they do that.
+
+        Frozen, because ``step`` adjusts a dynamic loss scale before it unscales the gradients, which were computed with
+        the scale before the adjustment.
+        """
+        self._frozen_scale = float(super()._get_loss_scale()) * divisor
+
+    def thaw_scale(self) -> None:
+        """Back to the loss scale of the next backward."""
+        self._frozen_scale = None
+
+    @override
+    def _get_loss_scale(self) -> Any:
+        return super()._get_loss_scale() if self._frozen_scale is None else self._frozen_scale
+
+    # Properties bind the function they were made with.
+    loss_scale = property(lambda self: self._get_loss_scale(), DeepSpeedZeroOptimizer._set_loss_scale)
+    cur_scale = loss_scale
+
+    @override
+    def unscale_and_clip_grads(self, grad_groups_flat: list[torch.Tensor], total_norm: Any) -> None:
+        """Divide by loss scale, divisor and clipping factor in one pass, or in none where their product is 1.
+
+        ``total_norm`` is the norm of the gradient before the division. A true division: multiplying by the reciprocal
+        equals it for powers of two only.
+        """
+        factor = float(self.loss_scale)
+        if self.clip_grad > 0.0:
+            factor *= max(1.0, (float(total_norm) / factor + 1e-6) / self.clip_grad)
+        if factor != 1.0:
+            for grad in grad_groups_flat:
+                grad.data.div_(factor)
+
+    # --- norm and verdict -------------------------------------------------------------------------------------------
+
+    @override
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Whether any rank's gradient is not finite (collective, one host read)."""
+        if not self.compute_grad_norm:
+            return bool(super().has_overflow(partition_gradients))
+        self._group_norms = self._reduce_group_norms()
+        return not all(map(math.isfinite, self._group_norms))
+
+    @override
+    def scaled_global_norm(self, norm_type: int = 2) -> float:
+        """The norm over all groups and ranks, times loss scale and divisor; not finite where a gradient is not.
+
+        Collective where :meth:`has_overflow` has not just read it.
+        """
+        assert norm_type == 2, "only the 2-norm is supported"
+        norms = self._reduce_group_norms() if self._group_norms is None else self._group_norms
+        self._group_norms = None
+        return math.hypot(*norms)
+
+    @override
+    def _apply_muon_updates_cpu_offload(self) -> None:
+        """Also forget norms that were read before the gradients of Muon groups became updates."""
+        super()._apply_muon_updates_cpu_offload()
+        if any(self.is_muon_group(i) for i in self.group_indices):
+            self._group_norms = None
+
+    def _reduce_group_norms(self) -> list[float]:
+        squares = torch.stack([self._local_square(i) for i in self.group_indices])
+        dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        self._model_parallel_all_reduce(tensor=squares, op=dist.ReduceOp.SUM)
+        if self.has_moe_layers:
+            norms = list(squares.sqrt().to(self.device))
+            self._average_expert_grad_norms(norms)
+            squares = torch.stack(norms).square()
+        return [math.sqrt(square) for square in squares.tolist()]
+
+    def _local_square(self, group_idx: int) -> torch.Tensor:
+        """Squared norm of what this rank owns and counts of the group, a scalar on the device."""
+        norms = list(self._offloaded_norms(group_idx) if self.cpu_offload else self._device_norms(group_idx))
+        device = get_accelerator().current_device_name()
+        if not norms:
+            return torch.zeros((), dtype=get_norm_dtype(), device=device)
+        square = torch.stack(norms).square().sum()
+        if not self.cpu_offload and self._muon_update_lacks_loss_scale(group_idx):
+            square = square * self.loss_scale**2
+        return square.to(device)
+
+    def _offloaded_norms(self, group_idx: int) -> Iterable[torch.Tensor]:
+        """Norms recorded in backward, one for a published partition, else one per parameter."""
+        for param in self.params_in_partition[group_idx]:
+            if not (self.ignore_unused_parameters or self.get_param_id(param) in self.window.used):
+                raise AssertionError(
+                    f"The parameter {self.param_names.get(param)} received no gradient in this update window, and "
+                    "zero_optimization.ignore_unused_parameters is false: set it to true, or let every parameter take part."
+                )
+        if group_idx in self.window.partition_norms:
+            yield self.window.partition_norms[group_idx]
+            return
+        for param in self.params_in_partition[group_idx]:
+            norm = self.norm_for_param_grads.get(self.get_param_id(param))
+            if norm is not None and self._counts(param):
+                yield norm
+
+    def _device_norms(self, group_idx: int) -> Iterable[torch.Tensor]:
+        """Norms of the sums, one for a flat partition, else one per parameter."""
+        partition = self.resident_partition(group_idx)
+        if partition is not None and self._counts_whole(group_idx):
+            yield partition_norm(partition)
+            return
+        gradients = [g for g in self.averaged_gradients[group_idx] if not getattr(g, "_zero_padding", False)]
+        for gradient, param in zip(gradients, self.params_in_partition[group_idx], strict=False):
+            if self._counts(param):
+                yield partition_norm(gradient)
+
+    def _counts(self, param: torch.Tensor) -> bool:
+        """DeepSpeed's rule against counting twice what pipeline or model parallelism replicates."""
+        if getattr(param, PIPE_REPLICATED, False):
+            return False
+        return is_model_parallel_parameter(param) or self.model_parallel_rank == 0
+
+    def _counts_whole(self, group_idx: int) -> bool:
+        return all(map(self._counts, self.params_in_partition[group_idx]))

@@ -1,0 +1,205 @@
+"""The window's running sum under CPU offload: the host gradient is the sum, the device partition a cache of it.
+
+Two kinds of parameter groups:
+
+- With fp32 accumulation on a 16-bit model the sum is built in a flat fp32 partition on the device. At a request end it
+  is *published* (copied to the host gradient, once per group) and, where the host gradient holds it bit for bit,
+  *released*; the next backward that reduces into the group *restores* it.
+- Otherwise there is no partition-sized buffer on the device: every reduced gradient is added to the slice of the host
+  gradient that belongs to it, by way of the device.
+
+No auxiliary host buffer exists in either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from typing_extensions import override
+
+from requestzero.optimizer.grad_norm import partition_norm
+from requestzero.optimizer.windowed import WindowedOptimizer
+
+
+class GradientFragments:
+    """Gradient slices of a group's owned parameters for ``safe_get_full_grad`` and ``safe_set_full_grad``.
+
+    Stands in for DeepSpeed's list of slices of the host gradient. Looked up when used, since the sum moves: into the
+    device partition while that is resident (a value set there is not overwritten by the next publication), else the host.
+    """
+
+    def __init__(self, optimizer: HostSum, group_idx: int) -> None:
+        self._optimizer = optimizer
+        self._group_idx = group_idx
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        param = self._optimizer.params_in_partition[self._group_idx][index]
+        partition = self._optimizer.resident_partition(self._group_idx)
+        return self._optimizer.owned_slice(param, partition)
+
+    def clear(self) -> None:
+        """Nothing is held here (called when states are offloaded)."""
+
+
+class HostSum(WindowedOptimizer):
+    """Written for DeepSpeed 0.19.8.
+
+    Replaces its per-parameter boundary copies, host accumulators and host reads. Can go when DeepSpeed keeps the sum of
+    several requests under CPU offload and records participation per parameter.
+    """
+
+    def __init__(self, *args: Any, retain_gpu_grad_partition_until_step: bool = False, **kwargs: Any) -> None:
+        self.retain_gpu_grad_partition_until_step = retain_gpu_grad_partition_until_step
+        super().__init__(*args, **kwargs)
+
+    def host_gradient(self, group_idx: int) -> torch.Tensor:
+        """The flat CPU gradient that the offloaded optimizer reads: ``partition_size`` elements, master dtype."""
+        return self.single_partition_of_fp32_groups[group_idx].grad
+
+    def owned_slice(self, param: torch.Tensor, partition: torch.Tensor | None = None) -> torch.Tensor:
+        """What this rank owns of ``param``, as a view of ``partition`` (default: of the host gradient)."""
+        group_idx, _, offset, numel = self.grad_position[self.get_param_id(param)]
+        return (self.host_gradient(group_idx) if partition is None else partition).narrow(0, offset, numel)
+
+    # --- a backward -------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_buckets(self) -> None:
+        """Also wait for the copies of earlier backwards, here once per backward instead of once per parameter.
+
+        The host gradient may be pageable, and a copy from pageable memory is staged before a stream could wait.
+        """
+        if self.cpu_offload and not self.ready_for_gradients:
+            self._wait_for_offload_copies()
+        super().setup_buckets()
+
+    @override
+    def copy_grads_in_partition(self, param: torch.Tensor, group_idx: int | None = None) -> None:
+        """Take a reduced gradient into the window's sum, at a boundary or not."""
+        if not self.cpu_offload:
+            super().copy_grads_in_partition(param, group_idx)
+            return
+        param_id = self.get_param_id(param)
+        group_idx = self.grad_position[param_id][0]
+        self.window.used.add(param_id)
+        if self._use_compact_grad_partition_buffer(group_idx):
+            self.window.unpublished.add(group_idx)  # the reduction has added it to the device partition
+        else:
+            self._add_to_host_gradient(param, param_id)
+        self.clear_grad_attribute(param)
+
+    def _add_to_host_gradient(self, param: torch.Tensor, param_id: int) -> None:
+        _, start, _, numel = self.grad_position[param_id]
+        host = self.owned_slice(param)
+        total = self.get_param_gradient_attribute(param).view(-1).narrow(0, start, numel)
+        if param_id in self.window.on_host:
+            # Muon groups may accumulate wider than they reduce; everything else already has the sum's dtype.
+            total = total.to(torch.promote_types(total.dtype, self.gradient_accumulation_dtype))
+            total.add_(host.to(total.device, non_blocking=True))
+        value = self._copy_to_host(total, host)
+        self.window.on_host.add(param_id)
+        # DeepSpeed's name for "has been accumulated over several micro-batches"; no buffer of its own.
+        if not self.is_gradient_accumulation_boundary():
+            self.accumulated_grads_in_cpu[param_id] = host
+            self.norm_for_param_grads.pop(param_id, None)  # judged at its request's end, or before the step
+        else:
+            self.norm_for_param_grads[param_id] = partition_norm(value)
+
+    def _copy_to_host(self, source: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+        """Copy to the host gradient without waiting; returns the value on the device as the host now holds it."""
+        exact = torch.promote_types(source.dtype, host.dtype) == host.dtype
+        if source.dtype != host.dtype and not (exact and source.device == host.device):
+            # Between devices a converting copy would go through a pageable buffer and wait. A narrowing one rounds, and
+            # may overflow: what is judged has to be what the host gets.
+            source = source.to(host.dtype)
+        host.copy_(source, non_blocking=True)
+        self._record_gradient_stream(source, get_accelerator().current_stream())
+        self._record_offload_copy()
+        return source
+
+    # --- the device partition: publish, release, restore ------------------------------------------------------------
+
+    @override
+    def independent_gradient_partition_epilogue(self) -> None:
+        super().independent_gradient_partition_epilogue()
+        if self.cpu_offload and self.is_gradient_accumulation_boundary():
+            self.publish_window()
+
+    @override
+    def _finalize_cpu_offload_gradient_accumulation(self) -> None:
+        """Everything reduced is in the sum already; only the partitions are left to publish."""
+        self.publish_window()
+
+    def publish_window(self) -> None:
+        """Make the host gradient the window's sum, for every owned parameter; absent ones are zero."""
+        for group_idx in sorted(self.window.unpublished):
+            self._publish(group_idx)
+        self.window.unpublished.clear()
+        for param_id in self.grad_position.keys() - self.window.on_host:
+            self.owned_slice(self.param_dict[param_id]).zero_()
+            self.window.on_host.add(param_id)
+
+    def _publish(self, group_idx: int) -> None:
+        partition, host = self.resident_partition(group_idx), self.host_gradient(group_idx)
+        assert partition is not None
+        value = self._copy_to_host(partition, host)
+        if self._counts_whole(group_idx):
+            self.window.partition_norms[group_idx] = partition_norm(value)
+        else:
+            for param in self.params_in_partition[group_idx]:
+                self.norm_for_param_grads[self.get_param_id(param)] = partition_norm(self.owned_slice(param, value))
+        self.window.published.add(group_idx)
+        self.window.on_host.update(map(self.get_param_id, self.params_in_partition[group_idx]))
+        if not self.retain_gpu_grad_partition_until_step and host.dtype == partition.dtype:
+            self.averaged_gradients[group_idx] = None
+
+    @override
+    def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
+        """Also restore a released partition: the window's sum goes on from what was published."""
+        group = super()._build_compact_grad_partition_buffer(group_idx)
+        if self.cpu_offload and group_idx in self.window.published:
+            group.flat_partition.copy_(self.host_gradient(group_idx), non_blocking=True)
+        if not get_accelerator().resolves_data_dependency():
+            event = get_accelerator().Event()
+            event.record(get_accelerator().current_stream())
+            self.window.partition_ready[group_idx] = event
+        return group
+
+    @override
+    def average_tensor(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
+        """Also wait for partitions that another stream has filled (zeros or restored values) before adding to them."""
+        stream = self.reduction_stream if self.overlap_comm else get_accelerator().current_stream()
+        for event in self.window.partition_ready.values():
+            stream.wait_event(event)
+        super().average_tensor(tensor, communication_data_type)
+
+    # --- what users read and write ----------------------------------------------------------------------------------
+
+    @override
+    def _get_offload_gradient_dict(self) -> None:
+        for group_idx in self.group_indices:
+            self.offload_gradient_dict[group_idx] = GradientFragments(self, group_idx)
+
+    @override
+    def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
+        """Called when a user has set a gradient: what was judged in backward no longer holds. Reads nothing."""
+        self.window.edited = True
+        self.window.unpublished.update(i for i in self.group_indices if self.resident_partition(i) is not None)
+
+    def judge_unjudged(self) -> None:
+        """Before the step: norms of what no request end has judged, or a user has set, from the host gradient."""
+        self.publish_window()
+        if self.window.edited:
+            self._wait_for_offload_copies()
+            self.window.partition_norms.clear()
+            self.norm_for_param_grads.clear()
+        for group_idx in self.group_indices:
+            if group_idx in self.window.partition_norms:
+                continue
+            for param in self.params_in_partition[group_idx]:
+                param_id = self.get_param_id(param)
+                matters = self.window.edited or param_id in self.window.used
+                if matters and param_id not in self.norm_for_param_grads:
+                    self.norm_for_param_grads[param_id] = partition_norm(self.owned_slice(param))

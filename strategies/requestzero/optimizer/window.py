@@ -1,0 +1,61 @@
+"""The state of one update window: everything that lives from one optimizer step to the next, in one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class UpdateWindow:
+    """What has happened since the last optimizer step, on this rank.
+
+    The optimizer owns exactly one and replaces it by a new one at the end of ``step()``, on ``zero_grad()`` and when a
+    checkpoint is loaded, so that nothing of a window can survive it. A *request* is one or more micro-batches; its end is
+    a gradient accumulation boundary, not a step.
+    """
+
+    micro_batches: int = 0
+    """Backwards in this window."""
+    requests: int = 0
+    """Requests that have ended in this window."""
+    request_open: bool = False
+    """Whether a backward has run since the last request end."""
+    divisor: float = 1.0
+    """What the sum is divided by when it is applied; known at step time only."""
+
+    device_sums: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Group -> running sum of every owned parameter, each of the parameter's size (device, no flat fp32 partition)."""
+
+    # CPU offload only. Parameter ids are DeepSpeed's numbers, group indices those of its parameter groups.
+    used: set[int] = field(default_factory=set)
+    """Owned parameters that have received a gradient."""
+    on_host: set[int] = field(default_factory=set)
+    """Owned parameters whose host gradient holds the window's sum (zero included), not an earlier window's."""
+    published: set[int] = field(default_factory=set)
+    """Groups whose partition has been copied to the host gradient; a released one is restored from there."""
+    unpublished: set[int] = field(default_factory=set)
+    """Groups whose device partition holds something that the host gradient does not."""
+    partition_norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Group -> norm of its published partition, a scalar on the device."""
+    edited: bool = False
+    """Whether a user has set a gradient, so that norms recorded in backward no longer describe it."""
+    partition_ready: dict[int, Any] = field(default_factory=dict)
+    """Group -> device event after which its partition may be added to on other streams."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the window holds any gradient: the next step has something to apply."""
+        return self.micro_batches > 0
+
+    def begin_micro_batch(self) -> None:
+        """Count one backward."""
+        self.micro_batches += 1
+        self.request_open = True
+
+    def end_request(self) -> None:
+        """Count the open request, if there is one, as ended."""
+        self.requests += self.request_open
+        self.request_open = False

@@ -1,0 +1,50 @@
+"""Common ground of the optimizer's parts: a DeepSpeed ZeRO-1/2 optimizer that owns an update window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from requestzero.optimizer.window import UpdateWindow
+
+
+class WindowedOptimizer(DeepSpeedZeroOptimizer):
+    """DeepSpeed's ZeRO-1/2 optimizer plus the window; behaviour comes with the classes derived from it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Before super(), whose constructor calls methods that are overridden here.
+        self.window = UpdateWindow()
+        self.peak_grad_partition_bytes = 0
+        super().__init__(*args, **kwargs)
+
+    @property
+    def group_indices(self) -> range:
+        """Indices of the parameter groups."""
+        return range(len(self.bit16_groups))
+
+    def is_muon_group(self, group_idx: int) -> bool:
+        """Whether the group's gradients become Muon updates before they are applied."""
+        params = self.params_in_partition[group_idx]
+        return bool(params) and self._is_muon_group(params)
+
+    def resident_partition(self, group_idx: int) -> torch.Tensor | None:
+        """The group's flat running sum on the device, of ``partition_size`` elements, if one is held there now."""
+        return getattr(self.averaged_gradients.get(group_idx), "flat_partition", None)
+
+    def grad_partition_bytes(self) -> int:
+        """Bytes of the gradient partition that this rank holds on the accelerator now."""
+        return sum(
+            int(self.partition_size[i]) * self._sum_element_size(i)
+            for i in self.group_indices
+            if self.averaged_gradients.get(i) is not None or self.all_grad_tensors.get(i) is not None
+        )
+
+    def _sum_element_size(self, group_idx: int) -> int:
+        sums = self.averaged_gradients.get(group_idx) or self.all_grad_tensors.get(group_idx)
+        return int(sums[0].element_size()) if sums else 0
+
+    def note_peak_bytes(self) -> None:
+        """Remember the largest gradient partition seen; called where it is largest, before a release."""
+        self.peak_grad_partition_bytes = max(self.peak_grad_partition_bytes, self.grad_partition_bytes())

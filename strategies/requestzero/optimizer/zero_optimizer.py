@@ -1,0 +1,103 @@
+"""The request-safe ZeRO-1/2 optimizer: the life cycle of an update window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from requestzero.optimizer.device_sum import DeviceSum
+from requestzero.optimizer.grad_norm import WindowNorm
+from requestzero.optimizer.host_sum import HostSum
+from requestzero.optimizer.window import UpdateWindow
+
+
+class RequestZeROOptimizer(HostSum, DeviceSum, WindowNorm):
+    """DeepSpeed's ZeRO-1/2 optimizer, whose step applies the sum of every request of an update window, exactly.
+
+    A window is all backwards between two steps; it starts clean whatever ended the one before it (a step, a skipped
+    step, ``zero_grad()``, a loaded checkpoint). Parameters take part one by one: absent from some backwards, or from all
+    of them (a zero gradient then).
+
+    Built by :class:`~requestzero.optimizer.engine.RequestZeROEngine`, which counts micro-batches and requests. It does
+    not make data-parallel ranks agree on their number of backwards, does not save the gradients of an open window, and
+    leaves ZenFlow, ZeRO-3 and pipelines to DeepSpeed.
+    """
+
+    @override
+    def step(self, closure: Any = None) -> None:
+        """Apply the window's sum, divided by ``window.divisor``, or skip it if it is not finite (collective).
+
+        Without a finished request there is nothing to apply: weights and optimizer state stay as they are.
+        """
+        if not self._has_something_to_apply():
+            self.discard_window()
+            return
+        self.freeze_scale(self.window.divisor)
+        try:
+            if self.cpu_offload:
+                self.judge_unjudged()
+            else:
+                self.apply_muon_to_sums()
+            super().step(closure)
+        finally:
+            self.thaw_scale()
+        if isinstance(self._global_grad_norm, float):
+            self._global_grad_norm = torch.tensor(self._global_grad_norm)  # a tensor, as DeepSpeed gives
+        self.discard_window()
+
+    def _has_something_to_apply(self) -> bool:
+        if self.cpu_offload:
+            return bool(self.window.on_host or self.window.unpublished)
+        return any(self.averaged_gradients.get(i) is not None for i in self.group_indices)
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the open window, at every stage; ``set_to_none`` is accepted and makes no difference."""
+        self.discard_window()
+
+    def discard_window(self) -> None:
+        """Forget every gradient since the last step, reduced or not, and start a new window (this rank only)."""
+        for group_idx in self.group_indices:
+            self.averaged_gradients[group_idx] = None
+            self.all_grad_tensors[group_idx] = None
+        for group in self.bit16_groups:
+            for param in group:
+                param.grad = None
+                param.grad_accum = None
+        if self.cpu_offload:
+            self.norm_for_param_grads.clear()
+            self.accumulated_grads_in_cpu.clear()
+        self._abandon_reduction()
+        self.window = UpdateWindow()
+
+    def _abandon_reduction(self) -> None:
+        """Empty the buckets and the backward's state, in case an exception has interrupted a backward."""
+        for bucket in self.ipg_buckets.values():
+            bucket.clear()
+        self.extra_large_param_to_reduce.clear()
+        for gradients in self.previous_reduced_grads.values():
+            gradients.clear()
+        self.params_already_reduced = [False] * len(self.params_already_reduced)
+        self._release_ipg_buffers()
+        self._backward_active_depth = 0
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Also discard the open window: pending gradients belong to the weights before the load."""
+        self.discard_window()
+        super().load_state_dict(*args, **kwargs)
+
+    @override
+    def _link_all_hp_params(self) -> None:
+        """With parameters in the order of the flat buffer.
+
+        # HACK: DeepSpeed walks ``bit16_groups`` here, the order before round_robin_gradients permutes it, and so links
+        # parameters to each other's fragments. Without round robin both lists are the same.
+        """
+        original, self.bit16_groups = self.bit16_groups, self.round_robin_bit16_groups
+        try:
+            super()._link_all_hp_params()
+        finally:
+            self.bit16_groups = original

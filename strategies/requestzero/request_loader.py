@@ -1,0 +1,242 @@
+"""A dataset of requests of uneven length as a stream of micro-batches, equally many on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from requestzero.labels import mask_labels
+from requestzero.micro_batch import MicroBatch
+from requestzero.request_split import count_micro_batches, split_request
+
+
+@dataclass(frozen=True)
+class _Cursor:
+    """What was handed out: whole requests of an epoch, and micro-batches of the request after them."""
+
+    epoch: int = 0
+    requests: int = 0
+    micro_batches: int = 0
+
+
+class RequestLoader:
+    """Iterates over one epoch of requests as :class:`~requestzero.MicroBatch`, with request ends marked.
+
+    The items of a request are shared by all data-parallel ranks: in each micro-batch up to
+    ``micro_batch_size`` of them go to each rank, in the request's order, dealt out one by one. Every rank
+    yields the same number of micro-batches, which ZeRO-2 needs, since it reduces in every backward. A rank
+    for which a request's last round has no item runs a *filler*: the request's first item, made to have a
+    loss of exactly zero (see ``filler``), with ``weight=0.0``.
+
+    Each pass over the loader is an epoch: passes count up from epoch 0, or :meth:`set_epoch` chooses. The
+    order of the requests follows from ``(seed, epoch)`` alone, so it is the same on all ranks. There is no
+    communication, and there are no worker processes: ``collate`` runs when a micro-batch is asked for. One
+    pass at a time.
+
+    Lightning saves and restores the loader with its checkpoints through :meth:`state_dict`, and leaves it as
+    it is, whereas it puts a ``DistributedSampler`` into a torch ``DataLoader``.
+
+    Args:
+        requests: The dataset. ``requests[i]`` is a sequence of one or more items; an item is whatever
+            ``collate`` takes, such as a tokenized sequence.
+        collate: Turns a list of 1 to ``micro_batch_size`` items into the model's inputs.
+        micro_batch_size: Items per rank and micro-batch, at most.
+        ids: A unique name (``str`` or ``int``) for each request; by default its position.
+        filler: Turns ``collate([item])`` into inputs with a loss of exactly zero; by default
+            :func:`~requestzero.labels.mask_labels` sets all labels to -100.
+        weight: Weight of a micro-batch, from its inputs, for normalizations that use it; by default its
+            number of items. :func:`~requestzero.labels.count_trained` counts trained tokens.
+        requests_per_update: Also mark the end of every update window, of so many requests. ``None`` leaves
+            that to the training loop. Requests left over at an epoch's end stay an open window, which the
+            training loop steps or drops.
+        shuffle: Whether requests are shuffled in each epoch; items never are.
+        seed: Chooses the order.
+        rank: Data-parallel rank. Without ``rank`` and ``world_size``, ``torch.distributed`` is asked when
+            they are needed (rank 0 of 1 where it is not initialized).
+        world_size: Number of data-parallel ranks.
+
+    Raises:
+        ValueError: no requests, an empty request, ids that are not unique or not as many as requests, a
+            number out of its range.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Sequence[Any]],
+        collate: Callable[[list[Any]], Any],
+        *,
+        micro_batch_size: int = 1,
+        ids: Sequence[str | int] | None = None,
+        filler: Callable[[Any], Any] = mask_labels,
+        weight: Callable[[Any], float] | None = None,
+        requests_per_update: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        _check_at_least_one("micro_batch_size", micro_batch_size)
+        if requests_per_update is not None:
+            _check_at_least_one("requests_per_update", requests_per_update)
+        self.requests = requests
+        self.ids = range(len(requests)) if ids is None else ids
+        self.collate = collate
+        self.filler = filler
+        self.weight = weight
+        self.micro_batch_size = micro_batch_size
+        self.requests_per_update = requests_per_update
+        self.shuffle = shuffle
+        self.seed = seed
+        self._given_ranks = _check_ranks(rank, world_size)
+        self._lengths = [len(request) for request in requests]
+        _check_requests(self._lengths, self.ids)
+        self._cursor = _Cursor()
+        # Whether the next pass starts at the cursor, and not at the start of the epoch after it.
+        self._placed = True
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current pass, or of the next one where that was chosen."""
+        return self._cursor.epoch
+
+    @property
+    def sampler(self) -> RequestLoader:
+        """The loader itself: Lightning calls ``loader.sampler.set_epoch(epoch)`` before every epoch."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next pass at the start of ``epoch``, or where :meth:`load_state_dict` left off in it."""
+        if not self._placed or epoch != self._cursor.epoch:
+            self._cursor = _Cursor(epoch)
+            self._placed = True
+
+    def __len__(self) -> int:
+        """Micro-batches per epoch and rank; the same on every rank and in every epoch."""
+        _, world_size = self._ranks()
+        return sum(count_micro_batches(items, world_size, self.micro_batch_size) for items in self._lengths)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        # A generator, so that the cursor is read after Lightning's set_epoch, which follows its iter().
+        if not self._placed:
+            self._cursor = _Cursor(self._cursor.epoch + 1)
+        self._placed = False
+        order = self._order()
+        for place in range(self._cursor.requests, len(order)):
+            yield from self._request(order[place], place)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass stands, the micro-batch last yielded counted as done. The same on every rank."""
+        return {**asdict(self._cursor), "split": self._split(), "data": self._fingerprint}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next pass continue where ``state_dict`` was taken.
+
+        Raises:
+            ValueError: the state is of other requests, another seed or order, or was taken within a request
+                that was split for another number of ranks or another ``micro_batch_size``.
+        """
+        cursor = _Cursor(state_dict["epoch"], state_dict["requests"], state_dict["micro_batches"])
+        if state_dict["data"] != self._fingerprint:
+            raise ValueError(
+                "The loader's state was saved with other requests, another seed or another value of shuffle, "
+                "so its order of requests cannot be continued. Resume with the data and settings of that run."
+            )
+        if cursor.micro_batches and state_dict["split"] != self._split():
+            raise ValueError(
+                f"The loader's state was saved within a request that was split for {state_dict['split']}; it "
+                f"cannot be continued with {self._split()}. Resume with the same numbers, or from a state "
+                "saved at a request's end."
+            )
+        self._cursor = cursor
+        self._placed = True
+
+    def _request(self, index: int, place: int) -> Iterator[MicroBatch]:
+        """What is left of request ``index``, the ``place``-th of the epoch."""
+        items = self.requests[index]
+        if len(items) != self._lengths[index]:
+            raise ValueError(
+                f"Request {self.ids[index]!r} at position {index} has {len(items)} items now and had "
+                f"{self._lengths[index]} when the loader was made: a request must keep its length."
+            )
+        shares = split_request(len(items), *self._ranks(), self.micro_batch_size)
+        for position in range(self._cursor.micro_batches, len(shares)):
+            last = position == len(shares) - 1
+            inputs, weight = self._inputs([items[item] for item in shares[position]], items[0])
+            self._cursor = _Cursor(self.epoch, *((place + 1, 0) if last else (place, position + 1)))
+            yield MicroBatch(inputs, last, self._ends_window(place, last), weight, self.ids[index])
+
+    def _inputs(self, items: list[Any], first: Any) -> tuple[Any, float]:
+        if not items:
+            return self.filler(self.collate([first])), 0.0
+        inputs = self.collate(items)
+        return inputs, float(len(items)) if self.weight is None else self.weight(inputs)
+
+    def _ends_window(self, place: int, request_end: bool) -> bool | None:
+        if self.requests_per_update is None:
+            return None
+        return request_end and (place + 1) % self.requests_per_update == 0
+
+    def _order(self) -> list[int]:
+        order = list(range(len(self.requests)))
+        if self.shuffle:
+            random.Random(f"{self.seed}-{self.epoch}").shuffle(order)
+        return order
+
+    def _split(self) -> dict[str, int]:
+        return {"world_size": self._ranks()[1], "micro_batch_size": self.micro_batch_size}
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """Differs where the order of requests, their names or their lengths would."""
+        digest = hashlib.sha256(repr(self.seed if self.shuffle else "in order").encode())
+        for name, items in zip(self.ids, self._lengths, strict=True):
+            digest.update(f"{name!r} {items}\n".encode())
+        return digest.hexdigest()
+
+    def _ranks(self) -> tuple[int, int]:
+        return self._given_ranks or _distributed_ranks()
+
+
+def _distributed_ranks() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _check_at_least_one(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"RequestLoader({name}={value!r}) is not allowed: give a whole number above 0.")
+
+
+def _check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    given = f"RequestLoader(rank={rank!r}, world_size={world_size!r}) is not allowed"
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        raise ValueError(f"{given}: give both, or neither to have torch.distributed asked.")
+    _check_at_least_one("world_size", world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{given}: ranks go from 0 to {world_size - 1}.")
+    return rank, world_size
+
+
+def _check_requests(lengths: list[int], ids: Sequence[str | int]) -> None:
+    if not lengths:
+        raise ValueError("RequestLoader got no requests: give a dataset with at least one.")
+    if len(ids) != len(lengths):
+        raise ValueError(f"RequestLoader got {len(ids)} ids for {len(lengths)} requests: give one for each.")
+    seen: dict[str | int, int] = {}
+    for position, (name, items) in enumerate(zip(ids, lengths, strict=True)):
+        if items == 0:
+            raise ValueError(f"Request {name!r} at position {position} is empty: leave it out.")
+        first = seen.setdefault(name, position)
+        if first != position:
+            raise ValueError(
+                f"Request id {name!r} is given twice, at positions {first} and {position}: make ids unique."
+            )

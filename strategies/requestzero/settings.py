@@ -1,0 +1,132 @@
+"""Every option of this package, each with its default, meaning and allowed values: the one owner of them.
+
+Only the standard library is imported, so that a configuration can be checked before torch is loaded. The
+Lightning strategy, the Hydra schema and the reference table in the README derive from these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+STAGES = (1, 2)
+GRAD_ACCUM_DTYPES = ("fp32", "bf16", "fp16")
+NORMALIZATIONS = ("mean", "sum")
+INCOMPLETE_WINDOW = ("step", "drop")
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed or (isinstance(value, bool) and not any(value is item for item in allowed)):
+        raise ValueError(f"{name}={value!r} is not allowed: use one of {', '.join(map(repr, allowed))}.")
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not allowed: use true or false.")
+
+
+@dataclass(frozen=True)
+class OverflowSettings:
+    """What happens to gradients that are not finite, and how fp16 losses are scaled.
+
+    ``None`` leaves the choice to DeepSpeed's default for the precision in use.
+    """
+
+    check_grad_overflow: bool | None = None
+    """Whether a window with an inf or NaN gradient is skipped (bf16: default true). fp16 always checks, fp32 has
+    no such switch in DeepSpeed; there only ``None`` is allowed. DeepSpeed key: ``bf16.check_grad_overflow``."""
+    loss_scale: float | None = None
+    """fp16 only. 0 scales the loss dynamically (DeepSpeed's default), a positive number statically.
+    DeepSpeed key: ``fp16.loss_scale``."""
+    initial_scale_power: int | None = None
+    """fp16 only, dynamic. The first loss scale is 2 to this power (default 16).
+    DeepSpeed key: ``fp16.initial_scale_power``."""
+    loss_scale_window: int | None = None
+    """fp16 only, dynamic. Updates without overflow after which the scale doubles (default 1000).
+    DeepSpeed key: ``fp16.loss_scale_window``."""
+    hysteresis: int | None = None
+    """fp16 only, dynamic. Overflows that are tolerated before the scale is halved (default 2).
+    DeepSpeed key: ``fp16.hysteresis``."""
+    consecutive_hysteresis: bool | None = None
+    """fp16 only, dynamic. Whether an update without overflow refills the hysteresis (default false).
+    DeepSpeed key: ``fp16.consecutive_hysteresis``."""
+    min_loss_scale: float | None = None
+    """fp16 only, dynamic. The scale never falls below this (default 1).
+    DeepSpeed key: ``fp16.min_loss_scale``."""
+
+    def __post_init__(self) -> None:
+        for name in ("check_grad_overflow", "consecutive_hysteresis"):
+            if getattr(self, name) is not None:
+                _check_bool(f"overflow.{name}", getattr(self, name))
+        for name, lowest in (("loss_scale", 0), ("initial_scale_power", 0), ("loss_scale_window", 1), ("hysteresis", 1)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < lowest):
+                raise ValueError(f"overflow.{name}={value!r} is not allowed: use a number of at least {lowest}.")
+        if self.min_loss_scale is not None and not self.min_loss_scale > 0:
+            raise ValueError(f"overflow.min_loss_scale={self.min_loss_scale!r} is not allowed: use a positive number.")
+        dynamic_only = [name for name in self.loss_scale_options() if name != "loss_scale"]
+        if self.loss_scale and dynamic_only:
+            raise ValueError(
+                f"overflow.loss_scale={self.loss_scale!r} is a static loss scale, but overflow.{dynamic_only[0]} is for "
+                "dynamic loss scaling: leave it out, or set overflow.loss_scale=0."
+            )
+
+    @classmethod
+    def build(cls, value: OverflowSettings | Mapping[str, Any] | None) -> OverflowSettings:
+        """The settings given as an object, as a mapping of their names, or not at all."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f"overflow={value!r} is not allowed: give OverflowSettings or a mapping of its fields.")
+        known = [item.name for item in fields(cls)]
+        unknown = sorted(set(map(str, value)) - set(known))
+        if unknown:
+            raise ValueError(f"overflow.{unknown[0]} is not an option: use one of {', '.join(known)}.")
+        return cls(**{str(key): item for key, item in value.items()})
+
+    def loss_scale_options(self) -> dict[str, Any]:
+        """The fp16 loss-scale options that were set, by their DeepSpeed names."""
+        return {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name != "check_grad_overflow" and getattr(self, item.name) is not None
+        }
+
+
+@dataclass(frozen=True)
+class RequestZeROSettings:
+    """The options that every way into this package shares (engine config, Lightning, Hydra)."""
+
+    stage: int = 2
+    """ZeRO stage: 1 partitions the optimizer state, 2 the gradients as well.
+    DeepSpeed key: ``zero_optimization.stage``."""
+    offload_optimizer: bool = False
+    """Whether master weights, optimizer state and the optimizer step live on the CPU.
+    DeepSpeed key: ``zero_optimization.offload_optimizer.device``."""
+    retain_gpu_grad_partition_until_step: bool = False
+    """With CPU offload and fp32 accumulation on a 16-bit model: true keeps the device's fp32 gradient partition
+    until the step, false frees it at every request boundary and restores it in the next backward. The weights are
+    the same bit for bit. DeepSpeed key: ``zero_optimization.retain_gpu_grad_partition_until_step``."""
+    grad_accum_dtype: str | None = None
+    """dtype of the window's running gradient sum: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``None``: the model's.
+    DeepSpeed key: ``data_types.grad_accum_dtype``."""
+    normalization: str = "mean"
+    """What the window's gradient sum is divided by at step time: ``"mean"``, the window's micro-batches per rank;
+    ``"sum"``, nothing. The mean over data-parallel ranks is DeepSpeed's and is taken in both."""
+    incomplete_window: str = "step"
+    """What happens at an epoch's end to a window with fewer requests than ``accumulate_grad_batches``: ``"step"``
+    applies it, divided by its own number of micro-batches; ``"drop"`` discards it."""
+    overflow: OverflowSettings = field(default_factory=OverflowSettings)
+    """What happens to gradients that are not finite."""
+
+    def __post_init__(self) -> None:
+        _check_choice("stage", self.stage, STAGES)
+        _check_bool("offload_optimizer", self.offload_optimizer)
+        _check_bool("retain_gpu_grad_partition_until_step", self.retain_gpu_grad_partition_until_step)
+        _check_choice("grad_accum_dtype", self.grad_accum_dtype, (None, *GRAD_ACCUM_DTYPES))
+        _check_choice("normalization", self.normalization, NORMALIZATIONS)
+        _check_choice("incomplete_window", self.incomplete_window, INCOMPLETE_WINDOW)
+        object.__setattr__(self, "overflow", OverflowSettings.build(self.overflow))

@@ -1,0 +1,147 @@
+"""Saving and resuming at updates."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_runs import Run, error_of, train
+from ranks import RankGroup
+
+MARKS: list[tuple[bool, bool | None]] = [
+    (False, False),
+    (True, False),
+    (True, True),
+    (False, False),
+    (False, False),
+    (True, True),
+    (True, False),
+]
+
+
+class SaveInWindow(Callback):
+    """Asks for a checkpoint after the second batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        if args[2] == 1:
+            trainer.save_checkpoint(os.path.join(trainer.default_root_dir, "inside.ckpt"))
+
+
+class FailInWindow(Callback):
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        if args[2] == 5:
+            raise RuntimeError("planned failure")
+
+
+def periodic(directory: Path, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 1},
+        {"stage": 2},
+        {"stage": 2, "offload_optimizer": True, "grad_accum_dtype": "fp32"},
+    ],
+    ids=["stage1", "stage2", "stage2_offload"],
+)
+def test_resumed_run_is_identical(two_ranks: RankGroup, tmp_path: Path, options: dict[str, Any]) -> None:
+    """AdamW on a curved loss, windows of uneven requests; resumed in the middle of an epoch, at an update."""
+    precision = "bf16-true" if options.get("offload_optimizer") else "32-true"
+    options = {**options, "config": {"zero_force_ds_cpu_optimizer": False}}
+    spec: dict[str, Any] = {
+        "options": options,
+        "trainer": {"max_epochs": 3, "precision": precision},
+        "batches": 7,
+        "marks": MARKS,
+        "stateful": True,
+        "optimizer": "adamw",
+        "model": "curved",
+    }
+    whole = two_ranks.run(train, Run(callbacks=[periodic(tmp_path / "whole")], **spec))
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == [f"step={n}.ckpt" for n in (2, 4, 6, 8)]
+    resumed = two_ranks.run(
+        train, Run(callbacks=[periodic(tmp_path / "rest")], ckpt_path=str(tmp_path / "whole/step=4.ckpt"), **spec)
+    )
+    # No save within the first window after the resume.
+    assert sorted(path.name for path in (tmp_path / "rest").iterdir()) == ["step=6.ckpt", "step=8.ckpt"]
+    for want, got in zip(whole, resumed, strict=True):
+        assert got["optimizer"] == want["optimizer"]
+        assert got["updates"] == want["updates"][4:]
+        assert got["seen"] == [item for item in want["seen"] if item[1] >= 10]
+        assert [got[key] for key in ("weights", "global_step", "applied", "skipped")] == [
+            want[key] for key in ("weights", "global_step", "applied", "skipped")
+        ]
+        assert got["logged"] == [row for row in want["logged"] if row[0] >= 4]
+
+
+def test_skipped_updates_are_counted_over_a_resume(two_ranks: RankGroup, tmp_path: Path) -> None:
+    spec: dict[str, Any] = {"trainer": {"accumulate": 2, "max_epochs": 2}, "stateful": True, "nan_batches": (2,)}
+    whole = two_ranks.run(train, Run(callbacks=[periodic(tmp_path)], **spec))
+    resumed = two_ranks.run(train, Run(ckpt_path=str(tmp_path / "step=6.ckpt"), **spec))
+    for want, got in zip(whole, resumed, strict=True):
+        assert (want["skipped"], want["applied"], want["global_step"]) == (1, 11, 12)
+        assert got["updates"] == want["updates"][6:]
+
+
+def test_explicit_save_inside_a_window(two_ranks: RankGroup) -> None:
+    message = r"inside an update window would lose its pending gradients \(2 micro-batches, 2 ended requests\)"
+    for error in two_ranks.run(error_of, Run(trainer={"accumulate": 4}, callbacks=[SaveInWindow])):
+        assert re.search(message, error)
+
+
+def test_explicit_save_at_an_update(two_ranks: RankGroup, tmp_path: Path) -> None:
+    two_ranks.run(train, Run(trainer={"accumulate": 2}, callbacks=[SaveInWindow], root=str(tmp_path)))
+    assert (tmp_path / "inside.ckpt" / "checkpoint").is_dir()
+
+
+def test_save_by_time_waits_for_the_window(two_ranks: RankGroup, tmp_path: Path) -> None:
+    from datetime import timedelta
+
+    callback = ModelCheckpoint(
+        tmp_path, filename="{step}", save_top_k=-1, train_time_interval=timedelta(seconds=0), save_last=False
+    )
+    two_ranks.run(train, Run(trainer={"accumulate": 4}, callbacks=[callback]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
+
+
+def test_save_on_exception_holds_the_last_update(two_ranks: RankGroup, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True, save_last=False)
+    spec = Run(trainer={"accumulate": 4}, callbacks=[callback, FailInWindow], stateful=True)
+    assert two_ranks.run(error_of, spec) == ["RuntimeError: planned failure"] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step=1.ckpt"]
+
+
+def evaluate_again(path: str, root: str) -> list[Any]:
+    """Validate, test and predict with the checkpoint, in a Trainer that has never trained, then train and test."""
+    from lightning_runs import ListLogger, Model, Stream, build_trainer, weights
+
+    run = Run(options={"stage": 2}, trainer={"max_epochs": 4}, root=root)
+    trainer = build_trainer(run, ListLogger(), [])
+    model = Model(run)
+    validated = trainer.validate(model, Stream(Run(batches=2, marks=[(False, None)] * 2)), ckpt_path=path, verbose=False)
+    loaded = weights(model)
+    tested = trainer.test(model, Stream(Run(batches=2)), ckpt_path=path, verbose=False)
+    predicted = trainer.predict(model, Stream(Run(batches=2)), ckpt_path=path)
+    trainer.fit(model, Stream(Run(batches=4)), ckpt_path=path)
+    after = weights(model)
+    tested_again = trainer.test(model, Stream(Run(batches=2)), verbose=False)
+    return [validated, tested, [float(value) for value in predicted], loaded, after, tested_again]
+
+
+def test_evaluation_loads_the_weights(two_ranks: RankGroup, tmp_path: Path) -> None:
+    trained = two_ranks.run(
+        train, Run(options={"stage": 2}, trainer={"accumulate": 4}, callbacks=[ModelCheckpoint(tmp_path, "end")])
+    )
+    for want, got in zip(trained, two_ranks.run(evaluate_again, str(tmp_path / "end.ckpt"), str(tmp_path)), strict=True):
+        validated, tested, predicted, loaded, after, tested_again = got
+        assert loaded == want["weights"]
+        assert validated == tested == [{"val_loss": pytest.approx(sum(predicted) / 2)}]
+        assert after != loaded
+        assert tested_again != tested

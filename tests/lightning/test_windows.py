@@ -1,0 +1,235 @@
+"""Windows that are no multiple of batches: short ones, marked ones, left ones; and manual optimization."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_runs import Run, batch_value, error_of, train
+from ranks import RankGroup
+
+START = [0.0, 1.0, 2.0, -2.0, -1.0, 0.0, 1.0, 2.0]
+LR, MOMENTUM = 0.5, 0.5
+
+
+def reference(windows: list[list[int]], divide: bool = True) -> list[list[float]]:
+    """Weights after every update of plain SGD, fp64, on the mean over two ranks of the batches of each window."""
+    weights, velocity, result = list(START), [0.0] * 8, []
+    for window in windows:
+        for i in range(8):
+            total = sum(float(batch_value(index, rank)[i]) for index in window for rank in (0, 1)) / 2
+            velocity[i] = MOMENTUM * velocity[i] + (total / len(window) if divide else total)
+            weights[i] -= LR * velocity[i]
+        result.append(list(weights))
+    return result
+
+
+def check(results: list[dict[str, Any]], windows: list[list[int]], epoch_length: int, **options: Any) -> None:
+    for got in results:
+        assert [row["step"] for row in got["updates"]] == list(range(1, len(windows) + 1))
+        assert [row["batch"] for row in got["updates"]] == [window[-1] % epoch_length for window in windows]
+        for row, want in zip(got["updates"], reference(windows, **options), strict=True):
+            assert row["weights"] == pytest.approx(want, rel=1e-6, abs=1e-6)
+        assert got["global_step"] == got["applied"] == len(windows)
+        assert got["open"] is False
+
+
+def discards(result: dict[str, Any]) -> list[str]:
+    return [text for text in result["warnings"] if "discards an open update window" in text]
+
+
+def test_short_last_window_is_stepped(two_ranks: RankGroup) -> None:
+    """5 batches an epoch, 2 requests per update, 3 epochs: 9 updates (stock DeepSpeed makes 7 and reports 6)."""
+    results = two_ranks.run(train, Run(batches=5, trainer={"accumulate": 2, "max_epochs": 3}, schedule=False))
+    windows = [[0, 1], [2, 3], [4], [5, 6], [7, 8], [9], [10, 11], [12, 13], [14]]
+    check(results, windows, 5)
+    # Only at a window's start, whatever batch_idx says.
+    assert results[0]["calls"].count("on_before_zero_grad") == 9
+    assert results[0]["calls"].count("on_before_optimizer_step") == 9
+
+
+def test_short_last_window_is_dropped(two_ranks: RankGroup) -> None:
+    spec = Run(
+        batches=5,
+        trainer={"accumulate": 2, "max_epochs": 3},
+        options={"incomplete_window": "drop"},
+        schedule=False,
+        validate=True,
+    )
+    results = two_ranks.run(train, spec)
+    check(results, [[0, 1], [2, 3], [5, 6], [7, 8], [10, 11], [12, 13]], 5)
+    assert discards(results[0]) == []
+    assert [name for name, _ in results[0]["seen"]].count("validate") == 6
+
+
+@pytest.mark.parametrize("limit", [5, 0.5])
+def test_limit_train_batches_ends_the_epoch(two_ranks: RankGroup, limit: float) -> None:
+    results = two_ranks.run(
+        train, Run(batches=10, trainer={"accumulate": 2, "limit_train_batches": limit}, schedule=False)
+    )
+    check(results, [[0, 1], [2, 3], [4]], 10)
+
+
+REQUESTS: list[tuple[bool, bool | None]] = [
+    (False, None),
+    (True, None),
+    (True, None),
+    (False, None),
+    (False, None),
+    (True, None),
+    (True, None),
+]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_requests_of_several_micro_batches(two_ranks: RankGroup, stage: int) -> None:
+    """``accumulate_grad_batches`` counts requests: micro-batches 0-2 and 3-6 make a window of two requests each."""
+    spec = Run(
+        batches=7,
+        marks=REQUESTS,
+        trainer={"accumulate": 2, "max_epochs": 2, "log_every_n_steps": 2},
+        options={"stage": stage},
+        schedule=False,
+    )
+    results = two_ranks.run(train, spec)
+    check(results, [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13]], 7)
+    assert [step for step, _ in results[0]["logged"]] == [1, 3]
+
+
+MARKED: list[tuple[bool, bool | None]] = [
+    (False, False),
+    (True, False),
+    (True, True),
+    (False, False),
+    (False, False),
+    (True, True),
+    (True, False),
+]
+
+
+@pytest.mark.parametrize("normalization", ["mean", "sum"])
+def test_windows_marked_by_the_loader(two_ranks: RankGroup, normalization: str) -> None:
+    spec = Run(
+        batches=7,
+        marks=MARKED,
+        trainer={"max_epochs": 2},
+        options={"normalization": normalization},
+        schedule=False,
+    )
+    results = two_ranks.run(train, spec)
+    windows = [[0, 1, 2], [3, 4, 5], [6], [7, 8, 9], [10, 11, 12], [13]]
+    check(results, windows, 7, divide=normalization == "mean")
+
+
+def test_epoch_that_ends_inside_a_request_warns(two_ranks: RankGroup) -> None:
+    spec = Run(
+        batches=4, marks=[(True, None), (True, None), (False, None), (False, None)],
+        trainer={"accumulate": 2}, schedule=False,
+    )  # fmt: skip
+    results = two_ranks.run(train, spec)
+    check(results, [[0, 1], [2, 3]], 4)
+    assert any("ended inside request 'r3'" in text for text in results[0]["warnings"])
+
+
+def test_validation_waits_for_the_window(two_ranks: RankGroup) -> None:
+    """Due after batches 3, 6, 9 and 12, with windows of 4: after batches 4, 8 and 12, and the updates are unchanged."""
+    plain = Run(trainer={"accumulate": 4}, schedule=False)
+    checked = Run(trainer={"accumulate": 4, "val_check_interval": 3}, schedule=False, validate=True)
+    results = two_ranks.run(train, checked)
+    check(results, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], 12)
+    order = [name for name, _ in results[0]["seen"]]
+    assert order == (["train"] * 4 + ["validate"] * 2) * 3
+    assert results[0]["weights"] == two_ranks.run(train, plain)[0]["weights"]
+
+
+class StopInWindow(Callback):
+    """Stops after the sixth batch, in the middle of the second window of four."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        if args[2] == 5:
+            trainer.should_stop = True
+
+
+class SkipRestOfEpoch(Callback):
+    """Lets the model end every epoch at its sixth batch."""
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        object.__setattr__(module, "on_train_batch_start", lambda batch, index: -1 if index == 5 else None)
+
+
+def test_stopping_early_discards_the_window(two_ranks: RankGroup) -> None:
+    results = two_ranks.run(
+        train, Run(trainer={"accumulate": 4}, callbacks=[StopInWindow], schedule=False, validate=True)
+    )
+    check(results, [[0, 1, 2, 3]], 12)
+    assert len(discards(results[0])) == 1
+    assert "2 micro-batches, 2 ended requests: training stops" in discards(results[0])[0]
+    assert [name for name, _ in results[0]["seen"]].count("validate") == 2
+
+
+def test_leaving_an_epoch_early_discards_the_window(two_ranks: RankGroup) -> None:
+    """Nothing leaks: the next epoch's windows are exact. Neither does the schedule move."""
+    results = two_ranks.run(
+        train, Run(batches=8, trainer={"accumulate": 4, "max_epochs": 2}, callbacks=[SkipRestOfEpoch])
+    )
+    for got in results:
+        # Batches 0-4 and the one that was turned down (5), then 6-10.
+        assert [row["lr"] for row in got["updates"]] == [0.5, 0.25]
+        assert got["global_step"] == 2
+    assert "1 micro-batches, 1 ended requests: the epoch was left inside it" in discards(results[0])[0]
+
+
+def test_max_steps_counts_updates(two_ranks: RankGroup) -> None:
+    results = two_ranks.run(
+        train, Run(batches=7, marks=MARKED, trainer={"max_steps": 4, "max_epochs": -1}, schedule=False)
+    )
+    check(results, [[0, 1, 2], [3, 4, 5], [6], [7, 8, 9]], 7)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_manual_optimization(two_ranks: RankGroup, stage: int) -> None:
+    """Each batch is a request, ``opt.step()`` applies the window, ``zero_grad()`` after it changes nothing."""
+    options = {"stage": stage}
+    results = two_ranks.run(train, Run(manual="every_third", options=options, schedule=False))
+    check(results, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]], 12)
+    # One entry per update, not per batch.
+    assert [step for step, _ in results[0]["logged"]] == [0, 1, 2, 3]
+
+    results = two_ranks.run(train, Run(manual="twice_each", options=options, schedule=False))
+    check(results, [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5], [6, 6, 7, 7], [8, 8, 9, 9], [10, 10, 11, 11]], 12)
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 1, "grad_accum_dtype": "fp32"}, {"stage": 2}])
+def test_manual_zero_grad_discards_the_open_window(two_ranks: RankGroup, options: dict[str, Any]) -> None:
+    results = two_ranks.run(train, Run(manual="discard", options=options, schedule=False))
+    check(results, [[1, 2], [4, 5], [7, 8], [10, 11]], 12)
+
+
+def test_manual_windows_and_requests(two_ranks: RankGroup) -> None:
+    """``strategy.window_end`` tells what the loader marked, ``strategy.end_request()`` ends a request within a batch."""
+    results = two_ranks.run(train, Run(manual="marked", marks=MARKED, batches=7, schedule=False))
+    check(results, [[0, 1, 2], [3, 4, 5]], 7)
+    assert "1 micro-batches, 1 ended requests" in discards(results[0])[0]
+    results = two_ranks.run(train, Run(manual="two_requests", schedule=False))
+    # Three have ended when the step comes; the fourth ends with it.
+    assert results[0]["requests"] == [3] * 6
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            Run(batches=7, marks=MARKED, trainer={"accumulate": 2}),
+            r"marks the ends of update windows itself .*accumulate_grad_batches=2.*leave accumulate_grad_batches at 1",
+        ),
+        (
+            Run(batches=2, marks=[(True, None), (True, True)]),
+            r"request 'r1' has window_end=True, unlike the ones before it",
+        ),
+    ],
+)
+def test_contradictory_marks(two_ranks: RankGroup, spec: Run, message: str) -> None:
+    for error in two_ranks.run(error_of, spec):
+        assert re.search(message, error)

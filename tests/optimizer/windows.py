@@ -1,0 +1,188 @@
+"""Update windows for tests: a small model whose gradients are exact in every dtype, the runner, and the reference.
+
+Every layer gets ``x`` and its outputs are weighted with ``w``; both are small integers, so that a layer's gradient is the
+outer product of ``w`` and ``x`` and all sums of a window fit into bf16 without rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+IN = 4
+OUTS = (3, 5, 1, 6, 4)  # a partition border falls inside a layer for two and three ranks
+LR = 1 / 16
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch: which layers it uses, one seed of values per rank, and whether it ends its request."""
+
+    uses: tuple[bool, ...]
+    seed: int
+    request_end: bool = True
+
+
+Window = list[Micro]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One configuration of the grid."""
+
+    stage: int = 2
+    offload: bool = False
+    model: str = "fp32"
+    accum: str = "fp32"
+    checkpointing: str = "none"
+    groups: int = 1
+    managed: bool = True
+    retain: bool = False
+    optimizer: str = "sgd"
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        default = asdict(Setup())
+        options = {k: v for k, v in asdict(self).items() if v != default[k]}
+        return " ".join(f"{k}={v}" for k, v in options.items()) or "default"
+
+    def deepspeed_config(self, requestzero: bool = True) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.stage, **self.zero}
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        if self.retain and requestzero:
+            zero["retain_gpu_grad_partition_until_step"] = True
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "data_types": {"grad_accum_dtype": self.accum},
+            "managed_gradient_accumulation": self.managed,
+        }
+        if self.model != "fp32":
+            config[self.model] = {"enabled": True}
+        return config | self.config
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, checkpointing: str = "none") -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(IN, out, bias=False) for out in OUTS)
+        for param in self.parameters():
+            torch.nn.init.zeros_(param)
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor, uses: tuple[bool, ...]) -> torch.Tensor:
+        total = x.sum() * 0
+        for layer, used in zip(self.layers, uses, strict=True):
+            if used:
+                total = total + (self._run(layer, x) * w[: layer.out_features]).sum()
+        return total
+
+    def _run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointing == "none":
+            return layer(x)
+        return checkpoint(layer, x, use_reentrant=self.checkpointing == "reentrant")
+
+
+def values(seed: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` (a multiple of the world size, so that the mean over ranks is exact) and ``w`` of one micro-batch."""
+    generator = torch.Generator().manual_seed(seed * 1009 + rank)
+    x = torch.randint(-2, 3, (IN,), generator=generator).float() * world_size
+    w = torch.randint(-2, 3, (max(OUTS),), generator=generator).float()
+    return x, w
+
+
+def reference(windows: list[Window], world_size: int) -> list[list[torch.Tensor]]:
+    """Plain PyTorch in fp64: for every window the gradient of each layer, summed over micro-batches, averaged over ranks."""
+    model = Layers().double()
+    expected = []
+    for window in windows:
+        model.zero_grad(set_to_none=False)
+        for micro in window:
+            for rank in range(world_size):
+                x, w = (v.double() for v in values(micro.seed, rank, world_size))
+                (model(x, w, micro.uses) / world_size).backward()
+        expected.append([
+            torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()
+        ])
+        for p in model.parameters():
+            p.grad = None
+    return expected
+
+
+def build(setup: Setup, requestzero: bool = True, model: torch.nn.Module | None = None, lr: float = LR) -> Any:
+    """An engine of this package, or DeepSpeed's own, for ``setup`` (on this rank)."""
+    import deepspeed
+
+    import requestzero as ours
+
+    torch.manual_seed(0)
+    module = Layers(setup.checkpointing) if model is None else model
+    params = list(module.parameters())
+    groups = [{"params": params[i :: setup.groups]} for i in range(setup.groups)]
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD(groups, lr=lr) if setup.optimizer == "sgd" else torch.optim.AdamW(groups, lr=lr)
+    )
+    initialize = ours.initialize if requestzero else deepspeed.initialize
+    return initialize(model=module, optimizer=optimizer, config=setup.deepspeed_config(requestzero))[0]
+
+
+def backward(engine: Any, micro: Micro, mark: bool = True) -> None:
+    """One micro-batch of this rank."""
+    import deepspeed.comm as dist
+
+    if mark:
+        engine.set_gradient_accumulation_boundary(micro.request_end)
+    dtype = next(engine.module.parameters()).dtype
+    x, w = (v.to(engine.device, dtype) for v in values(micro.seed, dist.get_rank(), dist.get_world_size()))
+    if engine.module.checkpointing == "reentrant":
+        x.requires_grad_()
+    engine.backward(engine(x, w, micro.uses))
+
+
+def masters(engine: Any) -> list[torch.Tensor]:
+    """Full fp32 master weight of every layer, on the CPU (collective)."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return [safe_get_full_fp32_param(p).detach().cpu().clone() for p in engine.module.parameters()]
+
+
+def run_windows(setup: Setup, windows: list[Window], requestzero: bool = True) -> list[list[torch.Tensor]]:
+    """On this rank: train over ``windows``; for each the applied gradient of every layer, ``(before - after) / lr``."""
+    engine = build(replace(setup), requestzero)
+    applied = []
+    try:
+        for window in windows:
+            before = _weights(engine, requestzero)
+            for micro in window:
+                backward(engine, micro, mark=setup.managed)
+            if setup.managed:
+                engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+            after = _weights(engine, requestzero)
+            applied.append([(b - a).double() / LR for b, a in zip(before, after, strict=True)])
+    finally:
+        engine.destroy()
+    return applied
+
+
+def _weights(engine: Any, requestzero: bool) -> list[torch.Tensor]:
+    # Stock reads another parameter's master weights under round_robin_gradients.
+    return masters(engine) if requestzero else [p.detach().cpu().clone() for p in engine.module.parameters()]
+
+
+def wrong_updates(applied: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> int:
+    """How many parameter updates differ from the reference in any bit."""
+    return sum(
+        not torch.equal(a, e)
+        for window_a, window_e in zip(applied, expected, strict=True)
+        for a, e in zip(window_a, window_e, strict=True)
+    )

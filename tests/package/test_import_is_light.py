@@ -1,0 +1,114 @@
+"""Importing the package loads nothing heavy and leaves the process as it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import requestzero
+
+HEAVY = {
+    "torch",
+    "numpy",
+    "deepspeed",
+    "lightning",
+    "pytorch_lightning",
+    "accelerate",
+    "transformers",
+    "omegaconf",
+    "hydra",
+}
+
+# Prints what importing MODULE changed in a process that had imported BEFORE.
+PROBE = """
+import json, logging, multiprocessing, os, signal, sys, warnings
+import concurrent.futures, importlib.metadata
+{before}
+
+def state():
+    loggers = logging.root.manager.loggerDict
+    return {{
+        "environment": dict(os.environ),
+        "path": list(sys.path),
+        "loggers": {{name: (item.level, len(item.handlers), item.propagate, item.disabled)
+                    for name, item in loggers.items() if isinstance(item, logging.Logger)}},
+        "root logger": (logging.root.level, len(logging.root.handlers), logging.root.disabled),
+        "warnings": [str(item) for item in warnings.filters],
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "signals": [str(signal.getsignal(item)) for item in (signal.SIGINT, signal.SIGTERM)],
+        "excepthook": repr(sys.excepthook),
+    }}
+
+before = state()
+import {module}
+after = state()
+print(json.dumps({{
+    "changed": [key for key in before if before[key] != after[key]],
+    "modules": sorted({{name.split(".")[0] for name in sys.modules}}),
+}}))
+"""
+
+
+def output_of(script: str) -> str:
+    """The last line that `script` prints in a fresh interpreter."""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()[-1]
+
+
+def import_effects(module: str, before: str = "") -> dict[str, Any]:
+    """What importing `module` changed in a fresh interpreter, and the top-level modules loaded then."""
+    return dict(json.loads(output_of(PROBE.format(module=module, before=before))))
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["requestzero", "requestzero.versions", "requestzero.settings", "requestzero.micro_batch"],
+)
+def test_light_modules_load_nothing_heavy_and_change_nothing(module: str) -> None:
+    effects = import_effects(module)
+    assert HEAVY.isdisjoint(effects["modules"])
+    assert effects["changed"] == []
+
+
+def test_the_probe_sees_a_heavy_import_and_a_changed_environment(tmp_path: Path) -> None:
+    assert "omegaconf" in import_effects("omegaconf")["modules"]
+    script = tmp_path / "noisy.py"
+    script.write_text("import logging, os\nos.environ['A'] = 'b'\nlogging.getLogger('x').setLevel(10)\n")
+    noisy = import_effects("noisy", before=f"sys.path.insert(0, {str(tmp_path)!r})")
+    assert noisy["changed"] == ["environment", "loggers"]
+
+
+def test_the_lightning_module_loads_no_deepspeed() -> None:
+    effects = import_effects("requestzero.lightning", before="import lightning.pytorch")
+    assert "deepspeed" not in effects["modules"]
+    assert effects["changed"] == []
+
+
+def test_the_lightning_module_registers_its_names() -> None:
+    script = (
+        "from lightning.pytorch.strategies import StrategyRegistry as registry\n"
+        "before = set(registry); import requestzero.lightning; print(*set(registry) - before)"
+    )
+    assert set(output_of(script).split()) == {
+        "request_zero_1",
+        "request_zero_2",
+        "request_zero_1_offload",
+        "request_zero_2_offload",
+    }
+
+
+def test_every_public_name_resolves_and_is_listed() -> None:
+    for name in requestzero.__all__:
+        assert getattr(requestzero, name) is not None
+    assert set(requestzero.__all__) <= set(dir(requestzero))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'requestzero' has no attribute 'RequestZero'"):
+        _ = requestzero.RequestZero

@@ -1,0 +1,133 @@
+"""Defaults, and every error, of the options that all front ends share."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, asdict
+from typing import Any
+
+import pytest
+
+from requestzero.settings import OverflowSettings, RequestZeROSettings
+
+STAGES = r"use one of 1, 2\."
+BOOLS = r"use true or false\."
+
+
+def test_defaults() -> None:
+    overflow = dict.fromkeys(asdict(OverflowSettings()))
+    assert asdict(RequestZeROSettings()) == {
+        "stage": 2,
+        "offload_optimizer": False,
+        "retain_gpu_grad_partition_until_step": False,
+        "grad_accum_dtype": None,
+        "normalization": "mean",
+        "incomplete_window": "step",
+        "overflow": overflow,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("stage", (1, 2)),
+        ("offload_optimizer", (True, False)),
+        ("retain_gpu_grad_partition_until_step", (True, False)),
+        ("grad_accum_dtype", (None, "fp32", "bf16", "fp16")),
+        ("normalization", ("mean", "sum")),
+        ("incomplete_window", ("step", "drop")),
+    ],
+)
+def test_allowed_values_are_kept(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        assert getattr(RequestZeROSettings(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("stage", 0, STAGES),
+        ("stage", 3, STAGES),
+        ("stage", "2", STAGES),
+        ("stage", True, STAGES),
+        ("stage", None, STAGES),
+        ("offload_optimizer", "cpu", BOOLS),
+        ("offload_optimizer", 1, BOOLS),
+        ("retain_gpu_grad_partition_until_step", None, BOOLS),
+        ("retain_gpu_grad_partition_until_step", "auto", BOOLS),
+        ("grad_accum_dtype", "float32", r"use one of None, 'fp32', 'bf16', 'fp16'\."),
+        ("normalization", "token", r"use one of 'mean', 'sum'\."),
+        ("normalization", None, r"use one of 'mean', 'sum'\."),
+        ("incomplete_window", "keep", r"use one of 'step', 'drop'\."),
+    ],
+)
+def test_a_value_that_is_not_allowed(name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}={value!r} is not allowed: {allowed}$"):
+        RequestZeROSettings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("check_grad_overflow", "yes", BOOLS),
+        ("consecutive_hysteresis", 0, BOOLS),
+        ("loss_scale", -1, r"use a number of at least 0\."),
+        ("loss_scale", "dynamic", r"use a number of at least 0\."),
+        ("loss_scale", True, r"use a number of at least 0\."),
+        ("initial_scale_power", -1, r"use a (whole )?number of at least 0\."),
+        ("loss_scale_window", 0, r"use a (whole )?number of at least 1\."),
+        ("hysteresis", 0, r"use a (whole )?number of at least 1\."),
+        ("min_loss_scale", 0, r"use a positive number\."),
+    ],
+)
+def test_an_overflow_value_that_is_not_allowed(name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=rf"^overflow\.{name}={value!r} is not allowed: {allowed}$"):
+        RequestZeROSettings(overflow=OverflowSettings(**{name: value}))
+
+
+def test_a_static_loss_scale_has_no_dynamic_options() -> None:
+    message = (
+        r"^overflow\.loss_scale=128 is a static loss scale, but overflow\.hysteresis is for dynamic loss "
+        r"scaling: leave it out, or set overflow\.loss_scale=0\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        OverflowSettings(loss_scale=128, hysteresis=2)
+
+
+def test_an_overflow_option_that_does_not_exist() -> None:
+    message = (
+        r"^overflow\.los_scale is not an option: use one of check_grad_overflow, loss_scale, "
+        r"initial_scale_power, loss_scale_window, hysteresis, consecutive_hysteresis, min_loss_scale\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        OverflowSettings.build({"los_scale": 1})
+
+
+@pytest.mark.parametrize("value", [True, "skip", 1])
+def test_overflow_must_be_settings_or_a_mapping(value: Any) -> None:
+    message = f"^overflow={value!r} is not allowed: give OverflowSettings or a mapping of its fields"
+    with pytest.raises(ValueError, match=message):
+        OverflowSettings.build(value)
+
+
+def test_overflow_is_built_from_a_mapping_an_object_or_nothing() -> None:
+    settings = OverflowSettings(check_grad_overflow=True)
+    assert OverflowSettings.build({"check_grad_overflow": True}) == settings
+    assert OverflowSettings.build(settings) is settings
+    assert OverflowSettings.build(None) == OverflowSettings()
+
+
+def test_loss_scale_options_are_those_that_were_set() -> None:
+    settings = OverflowSettings(
+        check_grad_overflow=True, loss_scale=0, hysteresis=3, consecutive_hysteresis=False
+    )
+    assert settings.loss_scale_options() == {
+        "loss_scale": 0,
+        "hysteresis": 3,
+        "consecutive_hysteresis": False,
+    }
+
+
+def test_settings_cannot_be_changed_afterwards() -> None:
+    settings = RequestZeROSettings()
+    with pytest.raises(FrozenInstanceError, match="stage"):
+        settings.stage = 1  # type: ignore[misc]

@@ -1,0 +1,118 @@
+"""Data-parallel ranks for tests: worker processes that stay alive and run one function after another together.
+
+A function runs on every rank and must be importable (module level). The results come back in rank order. An exception on
+any rank raises here with that rank's traceback; a rank that dies or is not done in time fails the call, and the whole
+group is killed so that nothing hangs. Ranks use CUDA with NCCL where there are enough devices, else CPU with gloo.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+class RankError(AssertionError):
+    """A rank raised, died, or did not finish in time."""
+
+
+class RankGroup:
+    """``world_size`` worker processes joined in one process group."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` on every rank; one result per rank."""
+        if not self._workers:
+            self._start()
+        for _, pipe in self._workers:
+            pipe.send((function, args, kwargs))
+        try:
+            results = self._collect(time.monotonic() + timeout, function.__name__, timeout)
+        except RankError:
+            self.stop()
+            raise
+        assert len(results) == self.world_size
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        rendezvous = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(rank, self.world_size, rendezvous, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _collect(self, deadline: float, name: str, timeout: float) -> dict[int, Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while len(results) + len(failures) < self.world_size:
+            waiting = {self._workers[r][1]: r for r in range(self.world_size) if r not in results and r not in failures}
+            # After one rank has failed the others may wait for it forever: give them a moment to fail by themselves.
+            until = min(deadline, time.monotonic() + 5.0) if failures else deadline
+            ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    succeeded, value = pipe.recv()
+                except EOFError:
+                    succeeded, value = False, f"the process died (exit code {self._exit_code(rank)})"
+                (results if succeeded else failures)[rank] = value
+        if failures:
+            raise RankError("\n".join(f"--- {name} on rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
+        missing = sorted(set(range(self.world_size)) - set(results))
+        if missing:
+            raise RankError(f"{name}: ranks {missing} were not done after {timeout:.0f} s")
+        return results
+
+    def _exit_code(self, rank: int) -> int | None:
+        process = self._workers[rank][0]
+        process.join(timeout=5)
+        return process.exitcode
+
+    def stop(self) -> None:
+        """End all workers; the next ``run`` starts new ones."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
+    import torch
+
+    torch.set_num_threads(1)
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+    if not cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel("ERROR")
+    if cuda:
+        torch.cuda.set_device(rank)
+    deepspeed.init_distributed(
+        "nccl" if cuda else "gloo", auto_mpi_discovery=False, init_method=f"file://{rendezvous}", rank=rank,
+        world_size=world_size, verbose=False,
+    )
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
