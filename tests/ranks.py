@@ -1,8 +1,9 @@
 """Data-parallel ranks for tests: worker processes that stay alive and run one function after another together.
 
-A function runs on every rank and must be importable (module level). The results come back in rank order. An exception on
-any rank raises here with that rank's traceback; a rank that dies or is not done in time fails the call, and the whole
-group is killed so that nothing hangs. Ranks use CUDA with NCCL where there are enough devices, else CPU with gloo.
+A function runs on every rank and must be importable (module level). The results come back in rank order. An exception
+on any rank raises here with that rank's traceback; a rank that dies or is not done in time fails the call, and the
+whole group is killed so that nothing hangs. Ranks use CUDA with NCCL where there are enough devices, else CPU with
+gloo.
 """
 
 from __future__ import annotations
@@ -104,8 +105,12 @@ def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> No
     if cuda:
         torch.cuda.set_device(rank)
     deepspeed.init_distributed(
-        "nccl" if cuda else "gloo", auto_mpi_discovery=False, init_method=f"file://{rendezvous}", rank=rank,
-        world_size=world_size, verbose=False,
+        "nccl" if cuda else "gloo",
+        auto_mpi_discovery=False,
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world_size,
+        verbose=False,
     )
     while True:
         try:

@@ -41,7 +41,8 @@ def load_config(config: Any, source: str = "config") -> Config:
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     raise ValueError(
-        f"{source} is of type {type(config).__name__}: give a dict, an OmegaConf object, or the path of a JSON or YAML file."
+        f"{source} is of type {type(config).__name__}: give a dict, an OmegaConf object, or the path of a JSON or "
+        "YAML file."
     )
 
 
@@ -59,7 +60,9 @@ def _load_file(path: Path, source: str) -> Config:
     except ValueError as error:
         raise ValueError(f"{source} names the file {str(path)!r}, which cannot be read: {error}") from error
     if not isinstance(loaded, dict):
-        raise ValueError(f"{source} names the file {str(path)!r}, which holds {type(loaded).__name__} instead of a mapping.")
+        raise ValueError(
+            f"{source} names the file {str(path)!r}, which holds {type(loaded).__name__} instead of a mapping."
+        )
     return loaded
 
 
@@ -93,7 +96,9 @@ def merge_configs(first: Mapping[str, Any], second: Mapping[str, Any], first_sou
     return _merge(first, second, first_source, second_source, prefix="")
 
 
-def _merge(first: Mapping[str, Any], second: Mapping[str, Any], first_source: str, second_source: str, prefix: str) -> Config:
+def _merge(
+    first: Mapping[str, Any], second: Mapping[str, Any], first_source: str, second_source: str, prefix: str
+) -> Config:
     merged = copy.deepcopy(dict(first))
     for key, value in second.items():
         if key not in merged:
@@ -133,16 +138,19 @@ def overflow_to_config(overflow: OverflowSettings, precision: str) -> Config:
     scaling = overflow.loss_scale_options()
     if scaling and precision != "fp16":
         raise ValueError(
-            f"overflow.{next(iter(scaling))} scales fp16 losses, but the precision is {precision}: leave it out, or train in fp16."
+            f"overflow.{next(iter(scaling))} scales fp16 losses, but the precision is {precision}: leave it out, or "
+            "train in fp16."
         )
     check = overflow.check_grad_overflow
     if precision == "fp16" and check is False:
         raise ValueError(
-            "overflow.check_grad_overflow=False is not possible in fp16, whose loss scaling needs the check: leave it out, or train in bf16."
+            "overflow.check_grad_overflow=False is not possible in fp16, whose loss scaling needs the check: leave "
+            "it out, or train in bf16."
         )
     if precision == "fp32" and check is not None:
         raise ValueError(
-            f"overflow.check_grad_overflow={check!r} applies to bf16 only, but the precision is fp32: leave it out, or train in bf16."
+            f"overflow.check_grad_overflow={check!r} applies to bf16 only, but the precision is fp32: leave it out, "
+            "or train in bf16."
         )
     if precision == "fp16":
         return {"fp16": scaling} if scaling else {}
@@ -182,8 +190,8 @@ def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
         )
     if zero.get("zenflow") is not None:
         raise ValueError(
-            "zero_optimization.zenflow was asked, which keeps a gradient path of its own: remove it (offload_optimizer alone "
-            "is supported), or call deepspeed.initialize for ZenFlow."
+            "zero_optimization.zenflow was asked, which keeps a gradient path of its own: remove it "
+            "(offload_optimizer alone is supported), or call deepspeed.initialize for ZenFlow."
         )
     if _section(config, "compile").get("deepcompile"):
         raise ValueError(
@@ -197,8 +205,8 @@ def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
         )
     if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
         raise ValueError(
-            "The model is a PipelineModule, whose engine owns the micro-batch schedule: pass a plain torch.nn.Module, or call "
-            "deepspeed.initialize for pipelines."
+            "The model is a PipelineModule, whose engine owns the micro-batch schedule: pass a plain "
+            "torch.nn.Module, or call deepspeed.initialize for pipelines."
         )
 
 

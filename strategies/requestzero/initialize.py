@@ -15,13 +15,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """Build an engine whose steps apply exactly the sum of all requests of an update window (collective).
 
     Takes the arguments of ``deepspeed.initialize`` and returns what it returns, ``(engine, optimizer, dataloader,
-    lr_scheduler)``; the engine is a :class:`~requestzero.optimizer.engine.RequestZeROEngine`. ``config`` may be a dict, a
-    path to a JSON or YAML file, or an OmegaConf object, and may set
+    lr_scheduler)``; the engine is a :class:`~requestzero.optimizer.engine.RequestZeROEngine`. ``config`` may be a
+    dict, a path to a JSON or YAML file, or an OmegaConf object, and may set
     ``zero_optimization.retain_gpu_grad_partition_until_step`` (bool, default false).
 
     Raises:
         ImportError: the installed DeepSpeed is not supported.
-        ValueError: the configuration cannot be read, or asks for stage 0 or 3, ZenFlow, a pipeline module, DeepCompile or
+        ValueError: the configuration cannot be read, or asks for stage 0 or 3, ZenFlow, a pipeline module, DeepCompile
+        or
             the hybrid engine.
     """
     require_supported_deepspeed()
@@ -43,10 +44,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 def _take_config(given: dict[str, Any]) -> dict[str, Any]:
     """Remove the configuration from the arguments, wherever it stands in them, and load it."""
     sources = {name: given.pop(name, None) for name in ("config", "config_params")}
-    command_line = given.get("args")
-    if getattr(command_line, "deepspeed_config", None) is not None:
-        sources["args.deepspeed_config"] = command_line.deepspeed_config
-        given["args"] = copy.copy(command_line)
+    if getattr(given.get("args"), "deepspeed_config", None) is not None:
+        given["args"] = copy.copy(given["args"])
+        sources["args.deepspeed_config"] = given["args"].deepspeed_config
         given["args"].deepspeed_config = None
     found = {name: value for name, value in sources.items() if value is not None}
     if len(found) != 1:

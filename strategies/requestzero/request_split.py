@@ -18,6 +18,5 @@ def split_request(items: int, rank: int, world_size: int, micro_batch_size: int)
     """
     round_size = world_size * micro_batch_size
     return [
-        list(range(start + rank, min(start + round_size, items), world_size))
-        for start in range(0, items, round_size)
+        list(range(start + rank, min(start + round_size, items), world_size)) for start in range(0, items, round_size)
     ]

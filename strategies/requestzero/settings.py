@@ -59,7 +59,12 @@ class OverflowSettings:
         for name in ("check_grad_overflow", "consecutive_hysteresis"):
             if getattr(self, name) is not None:
                 _check_bool(f"overflow.{name}", getattr(self, name))
-        for name, lowest in (("loss_scale", 0), ("initial_scale_power", 0), ("loss_scale_window", 1), ("hysteresis", 1)):
+        for name, lowest in (
+            ("loss_scale", 0),
+            ("initial_scale_power", 0),
+            ("loss_scale_window", 1),
+            ("hysteresis", 1),
+        ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < lowest):
                 raise ValueError(f"overflow.{name}={value!r} is not allowed: use a number of at least {lowest}.")
@@ -68,8 +73,8 @@ class OverflowSettings:
         dynamic_only = [name for name in self.loss_scale_options() if name != "loss_scale"]
         if self.loss_scale and dynamic_only:
             raise ValueError(
-                f"overflow.loss_scale={self.loss_scale!r} is a static loss scale, but overflow.{dynamic_only[0]} is for "
-                "dynamic loss scaling: leave it out, or set overflow.loss_scale=0."
+                f"overflow.loss_scale={self.loss_scale!r} is a static loss scale, but overflow.{dynamic_only[0]} is "
+                "for dynamic loss scaling: leave it out, or set overflow.loss_scale=0."
             )
 
     @classmethod

@@ -25,5 +25,6 @@ def require_supported_deepspeed() -> None:
     # Compared by public version: a local build tag ("0.19.8+cu128") does not change the source.
     if not SpecifierSet(SUPPORTED_DEEPSPEED).contains(found.split("+")[0], prereleases=True):
         raise ImportError(
-            f"requestzero {__version__} supports DeepSpeed {SUPPORTED_DEEPSPEED}, but {found} is installed. Run: {remedy}"
+            f"requestzero {__version__} supports DeepSpeed {SUPPORTED_DEEPSPEED}, but {found} is installed. Run: "
+            f"{remedy}"
         )

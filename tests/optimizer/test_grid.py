@@ -36,7 +36,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all-at-once": {
         "groups": 2,
         "checkpointing": "reentrant",
-        "zero": {"round_robin_gradients": True, "parameter_alignment": True, "overlap_comm": True, "reduce_bucket_size": 16},
+        "zero": {
+            "round_robin_gradients": True,
+            "parameter_alignment": True,
+            "overlap_comm": True,
+            "reduce_bucket_size": 16,
+        },
     },
 }
 seen: Counter[str] = Counter()
@@ -62,7 +67,11 @@ def windows(draw: st.DrawFn) -> list[Window]:
 def quick(examples: int) -> settings:
     # Derandomized: a failure on one machine is a failure on all. Shrinking would rebuild engines for minutes.
     return settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
 

@@ -71,7 +71,12 @@ def skipped(setup: Setup, position: int, poison: float, rank: int) -> None:
 @pytest.mark.parametrize("accum", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("position", "poison", "rank", "optimizer"),
-    [(0, float("nan"), 0, "sgd"), (1, float("inf"), 1, "adamw"), (2, float("-inf"), 1, "sgd"), (0, float("inf"), 1, "adamw")],
+    [
+        (0, float("nan"), 0, "sgd"),
+        (1, float("inf"), 1, "adamw"),
+        (2, float("-inf"), 1, "sgd"),
+        (0, float("inf"), 1, "adamw"),
+    ],
 )
 def test_the_window_is_skipped_on_all_ranks(
     two_ranks: RankGroup, stage: int, offload: bool, accum: str, position: int, poison: float, rank: int, optimizer: str
@@ -197,11 +202,13 @@ def test_dynamic_loss_scale_and_divisor_together(two_ranks: RankGroup, stage: in
 
 
 def beyond_fp16(stage: int, contributions: list[float]) -> tuple[bool, float]:
-    """fp32 accumulation with fp16 masters: one value per request; whether the step was applied, and the gradient norm."""
+    """fp32 accumulation with fp16 masters, one value per request: whether the step was applied, and the norm."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     fp16 = {"enabled": True, "loss_scale": 1.0, "fp16_master_weights_and_grads": True}
-    setup = Setup(stage=stage, offload=True, model="fp16", accum="fp32", config={"fp16": fp16, "communication_data_type": "fp32"})
+    setup = Setup(
+        stage=stage, offload=True, model="fp16", accum="fp32", config={"fp16": fp16, "communication_data_type": "fp32"}
+    )
     with Fp16OnCpu(), patch("torch.optim.SGD", lambda groups, lr: DeepSpeedCPUAdam(groups, lr=lr)):
         engine = build(setup, model=OneWeight())
         for value in contributions:

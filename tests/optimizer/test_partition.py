@@ -68,7 +68,11 @@ def test_fp32_reduction_keeps_what_bf16_would_round(
     two_ranks: RankGroup, stage: int, offload: bool, contiguous: bool, move_states: bool
 ) -> None:
     setup = Setup(
-        stage=stage, offload=offload, **FP32_SUM, zero={"contiguous_gradients": contiguous}, retain=True,
+        stage=stage,
+        offload=offload,
+        **FP32_SUM,
+        zero={"contiguous_gradients": contiguous},
+        retain=True,
         config={"communication_data_type": "fp32"},
     )
     for grad, dtypes in two_ranks.run(mean_of_two_ranks, setup, move_states):

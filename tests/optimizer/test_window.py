@@ -54,7 +54,11 @@ def counts(setup: Setup) -> list[tuple[int, int, bool, bool]]:
 @every_place
 def test_window_counts_micro_batches_and_requests(two_ranks: RankGroup, stage: int, offload: bool) -> None:
     expected = [
-        (0, 0, False, False), (1, 1, False, True), (2, 1, True, True), (3, 1, True, True), (4, 2, False, True),
+        (0, 0, False, False),
+        (1, 1, False, True),
+        (2, 1, True, True),
+        (3, 1, True, True),
+        (4, 2, False, True),
         (0, 0, False, False),
     ]
     assert two_ranks.run(counts, Setup(stage=stage, offload=offload)) == [expected] * 2
@@ -151,7 +155,9 @@ def step_without_backward(setup: Setup) -> None:
     backward(engine, Micro(ALL, 1))
     engine.step()
     before, counters = masters(engine), (engine.global_steps, engine.skipped_steps, engine.applied_updates)
-    state = {k: v.clone() for k, v in engine.optimizer.state[engine.optimizer.single_partition_of_fp32_groups[0]].items()}
+    state = {
+        k: v.clone() for k, v in engine.optimizer.state[engine.optimizer.single_partition_of_fp32_groups[0]].items()
+    }
     for _ in range(2):
         engine.step()
         assert not engine.was_step_applied()
@@ -214,7 +220,11 @@ def bad_divisors() -> list[str]:
 
 def test_a_divisor_must_be_positive_and_finite(two_ranks: RankGroup) -> None:
     assert [m.split(" ")[0] for m in two_ranks.run(bad_divisors)[0]] == [
-        "divisor=0", "divisor=-1.0", "divisor=nan", "divisor=inf", "divisor='2'"
+        "divisor=0",
+        "divisor=-1.0",
+        "divisor=nan",
+        "divisor=inf",
+        "divisor='2'",
     ]
 
 
@@ -235,7 +245,8 @@ def unused_parameter(setup: Setup) -> str:
 def test_unused_parameters_can_be_an_error(two_ranks: RankGroup) -> None:
     setup = Setup(offload=True, zero={"ignore_unused_parameters": False})
     messages = two_ranks.run(unused_parameter, setup)
-    assert "layers.1.weight received no gradient in this update window" in "".join(messages)
+    assert all("2 parameter shards received no gradient in this update window" in message for message in messages)
+    assert [("layers.1.weight" in m, "layers.4.weight" in m) for m in messages] == [(True, False), (False, True)]
 
 
 # --- discarding -----------------------------------------------------------------------------------------------------

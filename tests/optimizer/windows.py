@@ -1,7 +1,7 @@
 """Update windows for tests: a small model whose gradients are exact in every dtype, the runner, and the reference.
 
-Every layer gets ``x`` and its outputs are weighted with ``w``; both are small integers, so that a layer's gradient is the
-outer product of ``w`` and ``x`` and all sums of a window fit into bf16 without rounding.
+Every layer gets ``x`` and its outputs are weighted with ``w``; both are small integers, so that a layer's gradient is
+the outer product of ``w`` and ``x`` and all sums of a window fit into bf16 without rounding.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def values(seed: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.T
 
 
 def reference(windows: list[Window], world_size: int) -> list[list[torch.Tensor]]:
-    """Plain PyTorch in fp64: for every window the gradient of each layer, summed over micro-batches, averaged over ranks."""
+    """Plain PyTorch in fp64: per window each layer's gradient, summed over micro-batches, averaged over ranks."""
     model = Layers().double()
     expected = []
     for window in windows:
@@ -110,9 +110,7 @@ def reference(windows: list[Window], world_size: int) -> list[list[torch.Tensor]
             for rank in range(world_size):
                 x, w = (v.double() for v in values(micro.seed, rank, world_size))
                 (model(x, w, micro.uses) / world_size).backward()
-        expected.append([
-            torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()
-        ])
+        expected.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
         for p in model.parameters():
             p.grad = None
     return expected

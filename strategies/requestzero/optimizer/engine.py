@@ -23,6 +23,7 @@ class RequestZeROEngine(DeepSpeedEngine):
     """
 
     optimizer: RequestZeROOptimizer
+    _is_gradient_accumulation_boundary: bool | None
 
     def __init__(self, *args: Any, retain_gpu_grad_partition_until_step: bool = False, **kwargs: Any) -> None:
         self._retain_gpu_grad_partition_until_step = retain_gpu_grad_partition_until_step
@@ -94,7 +95,9 @@ class RequestZeROEngine(DeepSpeedEngine):
             ValueError: the divisor is not a positive finite number.
         """
         if not (isinstance(divisor, (int, float)) and math.isfinite(divisor) and divisor > 0):
-            raise ValueError(f"divisor={divisor!r} is not allowed: use a positive finite number, the same on all ranks.")
+            raise ValueError(
+                f"divisor={divisor!r} is not allowed: use a positive finite number, the same on all ranks."
+            )
         at_boundary = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         if at_boundary and not self.inside_no_sync_ctxt:
             if not self.update_window.is_open:
@@ -165,8 +168,9 @@ class RequestZeROEngine(DeepSpeedEngine):
         """
         if self.update_window.is_open:
             raise RuntimeError(
-                f"save_checkpoint() with an open update window ({self.update_window.micro_batches} micro-batches since the "
-                "last step): their gradients would be lost on resume. Save after step(), or call zero_grad() to discard them."
+                f"save_checkpoint() with an open update window ({self.update_window.micro_batches} micro-batches "
+                "since the last step): their gradients would be lost on resume. Save after step(), or call zero_grad() to "
+                "discard them."
             )
         return super().save_checkpoint(save_dir, *args, **kwargs)
 

@@ -46,7 +46,8 @@ class WindowNorm(WindowedOptimizer):
     # --- scale: loss scale and divisor ------------------------------------------------------------------------------
 
     def freeze_scale(self, divisor: float) -> None:
-        """For the step at hand, take the divisor into the loss scale: norm, clipping and Muon follow it as they do that.
+        """For the step at hand, take the divisor into the loss scale: norm, clipping and Muon follow it as they do
+        that.
 
         Frozen, because ``step`` adjusts a dynamic loss scale before it unscales the gradients, which were computed with
         the scale before the adjustment.
@@ -108,14 +109,29 @@ class WindowNorm(WindowedOptimizer):
             self._group_norms = None
 
     def _reduce_group_norms(self) -> list[float]:
-        squares = torch.stack([self._local_square(i) for i in self.group_indices])
-        dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
-        self._model_parallel_all_reduce(tensor=squares, op=dist.ReduceOp.SUM)
+        unused = [] if self.ignore_unused_parameters or not self.cpu_offload else self._unused_parameters()
+        device = get_accelerator().current_device_name()
+        count = torch.full((), len(unused), dtype=get_norm_dtype(), device=device)
+        sums = torch.stack([*map(self._local_square, self.group_indices), count])
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        self._model_parallel_all_reduce(tensor=sums, op=dist.ReduceOp.SUM)
         if self.has_moe_layers:
-            norms = list(squares.sqrt().to(self.device))
+            norms = list(sums[:-1].sqrt().to(self.device))
             self._average_expert_grad_norms(norms)
-            squares = torch.stack(norms).square()
-        return [math.sqrt(square) for square in squares.tolist()]
+            sums[:-1] = torch.stack(norms).square()
+        *squares, unused_anywhere = sums.tolist()
+        if unused_anywhere:
+            raise AssertionError(
+                f"{int(unused_anywhere)} parameter shards received no gradient in this update window (on this rank: "
+                f"{', '.join(unused) or 'none'}), and zero_optimization.ignore_unused_parameters is false: set it "
+                "to true, or let every parameter take part."
+            )
+        return [math.sqrt(square) for square in squares]
+
+    def _unused_parameters(self) -> list[str]:
+        """Names of owned parameters without a gradient in this window. Counted over all ranks, so that all fail."""
+        owned = (self.param_dict[param_id] for param_id in self.grad_position.keys() - self.window.used)
+        return sorted(self.param_names[param] for param in owned)
 
     def _local_square(self, group_idx: int) -> torch.Tensor:
         """Squared norm of what this rank owns and counts of the group, a scalar on the device."""
@@ -130,12 +146,6 @@ class WindowNorm(WindowedOptimizer):
 
     def _offloaded_norms(self, group_idx: int) -> Iterable[torch.Tensor]:
         """Norms recorded in backward, one for a published partition, else one per parameter."""
-        for param in self.params_in_partition[group_idx]:
-            if not (self.ignore_unused_parameters or self.get_param_id(param) in self.window.used):
-                raise AssertionError(
-                    f"The parameter {self.param_names.get(param)} received no gradient in this update window, and "
-                    "zero_optimization.ignore_unused_parameters is false: set it to true, or let every parameter take part."
-                )
         if group_idx in self.window.partition_norms:
             yield self.window.partition_norms[group_idx]
             return

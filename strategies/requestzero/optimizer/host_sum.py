@@ -27,7 +27,8 @@ class GradientFragments:
     """Gradient slices of a group's owned parameters for ``safe_get_full_grad`` and ``safe_set_full_grad``.
 
     Stands in for DeepSpeed's list of slices of the host gradient. Looked up when used, since the sum moves: into the
-    device partition while that is resident (a value set there is not overwritten by the next publication), else the host.
+    device partition while that is resident (a value set there is not overwritten by the next publication), else the
+    host.
     """
 
     def __init__(self, optimizer: HostSum, group_idx: int) -> None:

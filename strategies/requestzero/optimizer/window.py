@@ -13,8 +13,8 @@ class UpdateWindow:
     """What has happened since the last optimizer step, on this rank.
 
     The optimizer owns exactly one and replaces it by a new one at the end of ``step()``, on ``zero_grad()`` and when a
-    checkpoint is loaded, so that nothing of a window can survive it. A *request* is one or more micro-batches; its end is
-    a gradient accumulation boundary, not a step.
+    checkpoint is loaded, so that nothing of a window can survive it. A *request* is one or more micro-batches; its end
+    is a gradient accumulation boundary, not a step.
     """
 
     micro_batches: int = 0

@@ -13,6 +13,11 @@ from requestzero.optimizer.window import UpdateWindow
 class WindowedOptimizer(DeepSpeedZeroOptimizer):
     """DeepSpeed's ZeRO-1/2 optimizer plus the window; behaviour comes with the classes derived from it."""
 
+    # DeepSpeed's, which is not annotated; those that are assigned to here.
+    bit16_groups: list[list[Any]]
+    params_already_reduced: list[bool]
+    _global_grad_norm: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before super(), whose constructor calls methods that are overridden here.
         self.window = UpdateWindow()

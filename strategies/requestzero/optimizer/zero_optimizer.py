@@ -17,8 +17,8 @@ class RequestZeROOptimizer(HostSum, DeviceSum, WindowNorm):
     """DeepSpeed's ZeRO-1/2 optimizer, whose step applies the sum of every request of an update window, exactly.
 
     A window is all backwards between two steps; it starts clean whatever ended the one before it (a step, a skipped
-    step, ``zero_grad()``, a loaded checkpoint). Parameters take part one by one: absent from some backwards, or from all
-    of them (a zero gradient then).
+    step, ``zero_grad()``, a loaded checkpoint). Parameters take part one by one: absent from some backwards, or from
+    all of them (a zero gradient then).
 
     Built by :class:`~requestzero.optimizer.engine.RequestZeROEngine`, which counts micro-batches and requests. It does
     not make data-parallel ranks agree on their number of backwards, does not save the gradients of an open window, and

@@ -1,0 +1,135 @@
+"""Every upstream method that is overridden or relied on: it exists, and its source is the one that was read.
+
+After a DeepSpeed or Lightning upgrade a failure here names what to read again. To accept a new source, run
+``python tests/test_upstream_contract.py`` and commit the new ``upstream_contract.json`` with the reading done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PINS = Path(__file__).parent / "upstream_contract.json"
+
+# What is relied on without being overridden, by module.
+RELIED_ON = {
+    "deepspeed": ["initialize"],
+    "deepspeed.runtime.engine": [
+        "DeepSpeedEngine.backward",
+        "DeepSpeedEngine._backward_prologue",
+        "DeepSpeedEngine._backward_post_hook",
+        "DeepSpeedEngine._take_model_step",
+        "DeepSpeedEngine.no_sync",
+        "DeepSpeedEngine.coalesce_grad_reduction",
+        "DeepSpeedEngine._flush_coalesced_reduction_zero12",
+        "DeepSpeedEngine.get_data_types",
+        "DeepSpeedEngine.set_gradient_accumulation_boundary",
+    ],
+    "deepspeed.runtime.zero.stage_1_and_2": [
+        "DeepSpeedZeroOptimizer.__init__",
+        "DeepSpeedZeroOptimizer.reduce_ipg_grads",
+        "DeepSpeedZeroOptimizer.reduce_independent_p_g_buckets_and_remove_grads",
+        "DeepSpeedZeroOptimizer.process_gradients",
+        "DeepSpeedZeroOptimizer._use_compact_grad_partition_buffer",
+        "DeepSpeedZeroOptimizer._get_compact_grad_partition_buffer",
+        "DeepSpeedZeroOptimizer._wait_for_offload_copies",
+        "DeepSpeedZeroOptimizer._record_offload_copy",
+        "DeepSpeedZeroOptimizer._muon_update_lacks_loss_scale",
+        "DeepSpeedZeroOptimizer._commit_muon_momentum",
+        "DeepSpeedZeroOptimizer.get_grad_position",
+        "DeepSpeedZeroOptimizer._average_expert_grad_norms",
+        "DeepSpeedZeroOptimizer._release_ipg_buffers",
+        "DeepSpeedZeroOptimizer.clear_backward_seen_flag",
+        "DeepSpeedZeroOptimizer._set_loss_scale",
+        "IPGBucket",
+    ],
+    "deepspeed.runtime.base_optimizer": ["BackwardHookStateManager"],
+    "deepspeed.utils.tensor_fragment": ["get_full_hp_grad", "set_full_hp_grad", "tensor_fragment.get_lp_grad_fragment"],
+    "deepspeed.utils.mixed_precision_linkage": ["link_hp_params", "_init_lp_to_hp_mapping"],
+    "deepspeed.runtime.zero.utils": ["get_norm_dtype"],
+}
+
+
+def overridden() -> dict[str, Any]:
+    """Upstream functions that our classes define again, found by walking the classes: none can be forgotten."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    found = {}
+    for cls in _our_classes():
+        upstream = [base for base in cls.__mro__ if base.__module__.split(".")[0] in ("deepspeed", "lightning")]
+        for name in vars(cls):
+            owner = next((base for base in upstream if name in vars(base)), None)
+            if owner is None or (name.startswith("__") and name != "__init__"):
+                continue
+            function = vars(owner)[name]
+            function = getattr(function, "fget", None) or getattr(function, "__func__", function)
+            if inspect.isfunction(function) and "<lambda>" not in function.__qualname__:
+                found[f"{owner.__module__}:{owner.__qualname__}.{name}"] = function
+    return found
+
+
+def _our_classes() -> list[type]:
+    modules = [
+        "requestzero.optimizer.engine",
+        "requestzero.optimizer.zero_optimizer",
+        "requestzero.optimizer.host_sum",
+        "requestzero.optimizer.device_sum",
+        "requestzero.optimizer.grad_norm",
+        "requestzero.optimizer.windowed",
+    ]
+    import requestzero.lightning as lightning_package
+
+    modules += [
+        f"requestzero.lightning.{path.stem}"
+        for path in Path(lightning_package.__file__).parent.glob("*.py")
+        if path.stem != "__init__"
+    ]
+    return [
+        value
+        for name in sorted(modules)
+        for value in vars(importlib.import_module(name)).values()
+        if inspect.isclass(value) and value.__module__ == name
+    ]
+
+
+def relied_on() -> dict[str, Any]:
+    found = {}
+    for module, names in RELIED_ON.items():
+        for name in names:
+            value: Any = importlib.import_module(module)
+            for part in name.split("."):
+                value = getattr(value, part)
+            found[f"{module}:{name}"] = inspect.unwrap(value) if inspect.isfunction(value) else value
+    return found
+
+
+def fingerprint(value: Any) -> dict[str, str]:
+    source = inspect.getsource(value)
+    return {"signature": str(inspect.signature(value)), "sha256": hashlib.sha256(source.encode()).hexdigest()}
+
+
+def current() -> dict[str, dict[str, str]]:
+    return {name: fingerprint(value) for name, value in sorted((overridden() | relied_on()).items())}
+
+
+def test_pinned_sources_are_unchanged() -> None:
+    pinned, now = json.loads(PINS.read_text()), current()
+    assert len(now) > 40
+    assert sorted(now) == sorted(pinned), "overridden or relied-on methods and their pins differ"
+    changed = [f"{name}: {now[name]}" for name in now if now[name] != pinned[name]]
+    assert not changed, "upstream has changed; read it again:\n" + "\n".join(changed)
+
+
+@pytest.mark.parametrize("name", ["independent_gradient_partition_epilogue", "get_flat_partition", "step"])
+def test_the_walk_finds_overrides(name: str) -> None:
+    assert f"deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.{name}" in overridden()
+
+
+if __name__ == "__main__":
+    PINS.write_text(json.dumps(current(), indent=1) + "\n")
