@@ -54,6 +54,31 @@ RELIED_ON = {
     "deepspeed.utils.tensor_fragment": ["get_full_hp_grad", "set_full_hp_grad", "tensor_fragment.get_lp_grad_fragment"],
     "deepspeed.utils.mixed_precision_linkage": ["link_hp_params", "_init_lp_to_hp_mapping"],
     "deepspeed.runtime.zero.utils": ["get_norm_dtype"],
+    "lightning.pytorch.loops.training_epoch_loop": [
+        "_TrainingEpochLoop.advance",
+        "_TrainingEpochLoop.reset",
+        "_TrainingEpochLoop._num_ready_batches_reached",
+    ],
+    "lightning.pytorch.loops.optimization.automatic": [
+        "_AutomaticOptimization._optimizer_step",
+        "_AutomaticOptimization._training_step",
+    ],
+    "lightning.pytorch.plugins.precision": ["Precision._after_closure"],
+    "lightning.pytorch.strategies": [
+        "DDPStrategy.setup_environment",
+        "DeepSpeedStrategy._create_default_config",
+        "DeepSpeedStrategy._format_batch_size_and_grad_accum_config",
+        "DeepSpeedStrategy._initialize_deepspeed_train",
+        "DeepSpeedStrategy.init_deepspeed",
+    ],
+    "lightning.fabric.strategies.deepspeed": ["_format_precision_config"],
+    "lightning.pytorch.trainer.connectors.accelerator_connector": [
+        "_AcceleratorConnector._lazy_init_strategy",
+        "_AcceleratorConnector._check_and_init_precision",
+    ],
+    "lightning.pytorch.trainer.call": ["_interrupt"],
+    "lightning.pytorch.callbacks": ["ModelCheckpoint.on_train_batch_end"],
+    "lightning.pytorch.core.optimizer": ["LightningOptimizer.step"],
 }
 
 

@@ -1,7 +1,8 @@
-"""One small training run per call, on the ranks that call it, with everything a test wants to compare recorded.
+"""One small training run per call, on the ranks that call it, with everything a test wants to compare
+recorded.
 
-The model's gradient is the batch itself, so that every sum, mean and weight is exact in fp32 as long as the data are
-small binary fractions; the ranks get different data.
+The model's gradient is the batch itself, so that every sum, mean and weight is exact in fp32 as long as the
+data are small binary fractions; the ranks get different data.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Run:
     root: str | None = None
     optimizer: str = "sgd"
     model: str = "linear"
-    stage: str = "fit"
-    hooks_of_model: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further methods of the model."""
+    dropout: float = 0.0
+    requests_at_step: list[int] = dataclasses.field(default_factory=list)
+    """Filled by ``manual_two_requests``: ended requests of the window when the step comes."""
 
 
 def rank() -> int:
@@ -66,7 +67,8 @@ def batch_value(index: int, rank: int) -> torch.Tensor:
 
 
 class Stream:
-    """A loader that numbers its batches over all epochs: epoch 0 has 0 to n - 1, epoch 1 has n to 2n - 1, ..."""
+    """A loader that numbers its batches over all epochs: epoch 0 has 0 to n - 1, epoch 1 has n to 2n - 1,
+    ..."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -98,6 +100,17 @@ class Stream:
 
 
 class StatefulStream(Stream):
+    """Also resumes: within an epoch from its state, at an epoch's start from ``set_epoch``, as Lightning
+    wants it."""
+
+    @property
+    def sampler(self) -> StatefulStream:
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.position // self.run.batches != epoch:
+            self.position = epoch * self.run.batches
+
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
 
@@ -185,18 +198,19 @@ class Model(LightningModule):
         self.trainer.strategy.end_request()
         self.manual_backward(self.loss(batch))
         if batch_idx % 2:
-            self.run_spec.hooks_of_model.setdefault("requests", []).append(self._requests())
+            self.run_spec.requests_at_step.append(self.trainer.strategy.engine.update_window.requests)
             self.optimizers().step()
-
-    def _requests(self) -> int:
-        return self.trainer.strategy.engine.update_window.requests
 
 
 class CurvedModel(Model):
-    """A loss whose gradient depends on the weights."""
+    """A loss whose gradient depends on the weights, and on random numbers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (super().forward(x) - 1) ** 2 / 16
+        return (super().forward(torch.nn.functional.dropout(x, self.dropout)) - 1) ** 2 / 16
+
+    @property
+    def dropout(self) -> float:
+        return self.run_spec.dropout if self.training else 0.0
 
 
 HOOKS = (
@@ -234,7 +248,8 @@ def recording(model: Model) -> list[str]:
         return hook
 
     for name in HOOKS:
-        # An instance attribute: what Lightning calls, without being an override in a class that it would warn of.
+        # An instance attribute: what Lightning calls, without being an override in a class that it would warn
+        # of.
         object.__setattr__(model, name, wrap(name))
     return calls
 
@@ -372,14 +387,15 @@ def train(run: Run) -> dict[str, Any]:
         "logged": logger.rows,
         "warnings": [str(item.message) for item in caught],
         "open": getattr(trainer.strategy, "window_open", None),
-        "requests": run.hooks_of_model.get("requests"),
+        "requests": run.requests_at_step,
         "optimizer": optimizer_state(trainer),
         "rank": rank(),
     }
 
 
 def error_of(run: Run) -> str:
-    """The error that training as ``run`` says ends with; the ranks stay usable, since all of them raise it."""
+    """The error that training as ``run`` says ends with; the ranks stay usable, since all of them raise
+    it."""
     try:
         train(run)
     except Exception as error:

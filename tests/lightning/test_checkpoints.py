@@ -52,7 +52,8 @@ def periodic(directory: Path, **options: Any) -> ModelCheckpoint:
     ids=["stage1", "stage2", "stage2_offload"],
 )
 def test_resumed_run_is_identical(two_ranks: RankGroup, tmp_path: Path, options: dict[str, Any]) -> None:
-    """AdamW on a curved loss, windows of uneven requests; resumed in the middle of an epoch, at an update."""
+    """AdamW on a curved loss with dropout, uneven requests; resumed in the middle of an epoch, at an
+    update."""
     precision = "bf16-true" if options.get("offload_optimizer") else "32-true"
     options = {**options, "config": {"zero_force_ds_cpu_optimizer": False}}
     spec: dict[str, Any] = {
@@ -63,11 +64,15 @@ def test_resumed_run_is_identical(two_ranks: RankGroup, tmp_path: Path, options:
         "stateful": True,
         "optimizer": "adamw",
         "model": "curved",
+        "dropout": 0.25,
     }
     whole = two_ranks.run(train, Run(callbacks=[periodic(tmp_path / "whole")], **spec))
-    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == [f"step={n}.ckpt" for n in (2, 4, 6, 8)]
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == [
+        f"step={n}.ckpt" for n in (2, 4, 6, 8)
+    ]
     resumed = two_ranks.run(
-        train, Run(callbacks=[periodic(tmp_path / "rest")], ckpt_path=str(tmp_path / "whole/step=4.ckpt"), **spec)
+        train,
+        Run(callbacks=[periodic(tmp_path / "rest")], ckpt_path=str(tmp_path / "whole/step=4.ckpt"), **spec),
     )
     # No save within the first window after the resume.
     assert sorted(path.name for path in (tmp_path / "rest").iterdir()) == ["step=6.ckpt", "step=8.ckpt"]
@@ -81,8 +86,40 @@ def test_resumed_run_is_identical(two_ranks: RankGroup, tmp_path: Path, options:
         assert got["logged"] == [row for row in want["logged"] if row[0] >= 4]
 
 
+@pytest.mark.parametrize("where", ["epoch_end", "validation"])
+def test_resume_at_an_epochs_end_and_after_validation(
+    two_ranks: RankGroup, tmp_path: Path, where: str
+) -> None:
+    """10 batches with windows of 4: the epoch's end follows a short window; validation is due inside one,
+    after 6."""
+    spec: dict[str, Any] = {
+        "batches": 10,
+        "stateful": True,
+        "optimizer": "adamw",
+        "model": "curved",
+        "trainer": {"accumulate": 4, "max_epochs": 3},
+    }
+    saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
+    if where == "validation":
+        spec |= {"validate": True, "trainer": {**spec["trainer"], "val_check_interval": 6}}
+        saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, monitor="val_loss")
+    whole = two_ranks.run(train, Run(callbacks=[saving], **spec))
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    steps = [2, 5, 8] if where == "validation" else [3, 6, 9]
+    assert saved == [f"step={step}.ckpt" for step in steps]
+    resumed = two_ranks.run(train, Run(ckpt_path=str(tmp_path / saved[0]), **spec))
+    for want, got in zip(whole, resumed, strict=True):
+        assert got["updates"] == want["updates"][steps[0] :]
+        assert got["optimizer"] == want["optimizer"]
+        assert (got["global_step"], got["applied"]) == (want["global_step"], want["applied"]) == (9, 9)
+
+
 def test_skipped_updates_are_counted_over_a_resume(two_ranks: RankGroup, tmp_path: Path) -> None:
-    spec: dict[str, Any] = {"trainer": {"accumulate": 2, "max_epochs": 2}, "stateful": True, "nan_batches": (2,)}
+    spec: dict[str, Any] = {
+        "trainer": {"accumulate": 2, "max_epochs": 2},
+        "stateful": True,
+        "nan_batches": (2,),
+    }
     whole = two_ranks.run(train, Run(callbacks=[periodic(tmp_path)], **spec))
     resumed = two_ranks.run(train, Run(ckpt_path=str(tmp_path / "step=6.ckpt"), **spec))
     for want, got in zip(whole, resumed, strict=True):
@@ -91,7 +128,7 @@ def test_skipped_updates_are_counted_over_a_resume(two_ranks: RankGroup, tmp_pat
 
 
 def test_explicit_save_inside_a_window(two_ranks: RankGroup) -> None:
-    message = r"inside an update window would lose its pending gradients \(2 micro-batches, 2 ended requests\)"
+    message = r"inside an update window would lose its pending gradients, 2 micro-batches, 2 ended requests"
     for error in two_ranks.run(error_of, Run(trainer={"accumulate": 4}, callbacks=[SaveInWindow])):
         assert re.search(message, error)
 
@@ -119,13 +156,16 @@ def test_save_on_exception_holds_the_last_update(two_ranks: RankGroup, tmp_path:
 
 
 def evaluate_again(path: str, root: str) -> list[Any]:
-    """Validate, test and predict with the checkpoint, in a Trainer that has never trained, then train and test."""
+    """Validate, test and predict with the checkpoint, in a Trainer that has never trained, then train and
+    test."""
     from lightning_runs import ListLogger, Model, Stream, build_trainer, weights
 
     run = Run(options={"stage": 2}, trainer={"max_epochs": 4}, root=root)
     trainer = build_trainer(run, ListLogger(), [])
     model = Model(run)
-    validated = trainer.validate(model, Stream(Run(batches=2, marks=[(False, None)] * 2)), ckpt_path=path, verbose=False)
+    validated = trainer.validate(
+        model, Stream(Run(batches=2, marks=[(False, None)] * 2)), ckpt_path=path, verbose=False
+    )
     loaded = weights(model)
     tested = trainer.test(model, Stream(Run(batches=2)), ckpt_path=path, verbose=False)
     predicted = trainer.predict(model, Stream(Run(batches=2)), ckpt_path=path)
@@ -137,9 +177,12 @@ def evaluate_again(path: str, root: str) -> list[Any]:
 
 def test_evaluation_loads_the_weights(two_ranks: RankGroup, tmp_path: Path) -> None:
     trained = two_ranks.run(
-        train, Run(options={"stage": 2}, trainer={"accumulate": 4}, callbacks=[ModelCheckpoint(tmp_path, "end")])
+        train,
+        Run(options={"stage": 2}, trainer={"accumulate": 4}, callbacks=[ModelCheckpoint(tmp_path, "end")]),
     )
-    for want, got in zip(trained, two_ranks.run(evaluate_again, str(tmp_path / "end.ckpt"), str(tmp_path)), strict=True):
+    for want, got in zip(
+        trained, two_ranks.run(evaluate_again, str(tmp_path / "end.ckpt"), str(tmp_path)), strict=True
+    ):
         validated, tested, predicted, loaded, after, tested_again = got
         assert loaded == want["weights"]
         assert validated == tested == [{"val_loss": pytest.approx(sum(predicted) / 2)}]

@@ -137,7 +137,9 @@ def test_training_step_that_returns_none(one_rank: RankGroup) -> None:
 def test_loader_that_yields_none(one_rank: RankGroup) -> None:
     from lightning_runs import batch_value
 
-    result = one_rank.run(fit, Model, Run(batches=5, trainer={"accumulate": 2}, schedule=False), LeavesOneOut)[0]
+    result = one_rank.run(
+        fit, Model, Run(batches=5, trainer={"accumulate": 2}, schedule=False), LeavesOneOut
+    )[0]
     assert result["error"] == ""
     assert result["global_step"] == 2
     mean = (batch_value(0, 0) + batch_value(2, 0)) / 2
@@ -197,3 +199,42 @@ def fit_twice() -> tuple[int, ...]:
 def test_error_in_training_step_is_the_error(one_rank: RankGroup) -> None:
     run = Run(root=tempfile.mkdtemp(), marks=[(True, True)] * 12, trainer={"accumulate": 3})
     assert "accumulate_grad_batches=3" in one_rank.run(error_of, run)[0]
+
+
+class WithBatchNorm(Model):
+    """Has a layer that it does not use: only its type matters."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.norm = torch.nn.BatchNorm1d(2)
+
+    def on_train_start(self) -> None:
+        raise RuntimeError(type(self.norm).__name__)
+
+
+def test_sync_batchnorm_reaches_the_model(one_rank: RankGroup) -> None:
+    assert one_rank.run(fit, WithBatchNorm, Run())[0]["error"] == "RuntimeError: BatchNorm1d"
+    synced = one_rank.run(fit, WithBatchNorm, Run(trainer={"sync_batchnorm": True}))
+    assert synced[0]["error"] == "RuntimeError: SyncBatchNorm"
+
+
+def switch_device() -> list[str]:
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    from requestzero.lightning.deepspeed_device import use_deepspeed_device
+
+    names = []
+    for before in (CUDA_Accelerator, CPU_Accelerator):
+        for device in ("cpu", "cuda"):
+            set_accelerator(before())
+            use_deepspeed_device(torch.device(device))
+            names.append(get_accelerator().device_name())
+    set_accelerator(CPU_Accelerator())
+    return names
+
+
+def test_deepspeed_follows_the_device_of_the_trainer(one_rank: RankGroup) -> None:
+    """On a machine with GPUs, where DeepSpeed would take one, and back."""
+    assert one_rank.run(switch_device) == [["cpu", "cuda"] * 2]

@@ -52,7 +52,8 @@ def test_bit_for_bit(two_ranks: RankGroup, options: dict[str, Any], accumulate: 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_three_requests_within_rounding(two_ranks: RankGroup, optimizer: str) -> None:
-    """DDP divides every loss by 3, here the sum is divided once: equal to a few units in the last place of fp32."""
+    """DDP divides every loss by 3, here the sum is divided once: equal to a few units in the last place of
+    fp32."""
     spec = {"trainer": {"accumulate": 3, "max_epochs": EPOCHS}, "model": "curved", "optimizer": optimizer}
     reference, ours = ddp(two_ranks, **spec), two_ranks.run(train, Run(**spec))
     for want, got in zip(reference, ours, strict=True):
@@ -75,7 +76,8 @@ def test_clipping_acts_on_the_mean(two_ranks: RankGroup) -> None:
 
 
 def test_stock_strategy_makes_smaller_updates(two_ranks: RankGroup) -> None:
-    """What all of the above is about: Lightning's own strategy divides by ``accumulate_grad_batches`` twice."""
+    """What all of the above is about: Lightning's own strategy divides by ``accumulate_grad_batches``
+    twice."""
     spec = {"trainer": {"accumulate": 4}, "schedule": False}
     want = ddp(two_ranks, **spec)[0]["updates"][0]["weights"]
     stock = two_ranks.run(train, Run(strategy="stock", **spec))[0]["updates"][0]["weights"]
@@ -83,7 +85,9 @@ def test_stock_strategy_makes_smaller_updates(two_ranks: RankGroup) -> None:
     ours = two_ranks.run(train, Run(**spec))[0]["updates"][0]["weights"]
     assert ours == want
     assert want != start
-    assert [4 * (b - a) for a, b in zip(start, stock, strict=True)] == [b - a for a, b in zip(start, want, strict=True)]
+    assert [4 * (b - a) for a, b in zip(start, stock, strict=True)] == [
+        b - a for a, b in zip(start, want, strict=True)
+    ]
 
 
 def test_sum_is_not_divided(two_ranks: RankGroup) -> None:
@@ -99,7 +103,8 @@ def test_sum_is_not_divided(two_ranks: RankGroup) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_bf16(two_ranks: RankGroup, precision: str) -> None:
-    """The masters are fp32, so that with data that bf16 holds the updates are those of fp32, rounded when read."""
+    """The masters are fp32, so that with data that bf16 holds the updates are those of fp32, rounded when
+    read."""
     options = {"grad_accum_dtype": "fp32", "stage": 1}
     spec: dict[str, Any] = {"trainer": {"accumulate": 4, "precision": precision}, "schedule": False}
     want = two_ranks.run(train, Run(trainer={"accumulate": 4}, schedule=False))
@@ -110,7 +115,8 @@ def test_bf16(two_ranks: RankGroup, precision: str) -> None:
 
 
 def test_nan_window_is_skipped_and_counted(two_ranks: RankGroup) -> None:
-    """A skipped update counts as attempted; neither weights, nor the schedule, nor the applied counter move."""
+    """A skipped update counts as attempted; neither weights, nor the schedule, nor the applied counter
+    move."""
     clean = two_ranks.run(train, Run(trainer={"accumulate": 2, "max_epochs": 1}))
     ours = two_ranks.run(train, Run(trainer={"accumulate": 2, "max_epochs": 1}, nan_batches=(2,)))
     for want, got in zip(clean, ours, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Checkpoint
 
 _HOOK = "on_train_batch_end"
 
@@ -13,18 +13,21 @@ _HOOK = "on_train_batch_end"
 class CheckpointGate:
     """Holds the ``on_train_batch_end`` hook of checkpoint callbacks back while a window is open.
 
-    A checkpoint holds no pending gradients. A callback that decides by steps or by time decides the same at the next
-    batch, so the hook of the window's last batch saves what was due. (Lightning's ``ModelCheckpoint`` would also save
-    within the first window after a resume, since it forgets its last save.)
+    A checkpoint holds no pending gradients. A callback that decides by steps or by time decides the same at
+    the next batch, so the hook of the window's last batch saves what was due. (Lightning's
+    ``ModelCheckpoint`` would also save within the first window after a resume, since it forgets its last
+    save.)
 
-    HACK: the hook is shadowed by an attribute of the callback object, since Lightning offers no condition for it and
-    the Trainer's list of callbacks has to stay complete; :meth:`remove` deletes the attribute.
+    HACK: the hook is shadowed by an attribute of the callback object, since Lightning offers no condition for
+    it and the Trainer's list of callbacks has to stay complete; :meth:`remove` deletes the attribute.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], window_open: Callable[[], bool]) -> None:
-        self._callbacks = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    def __init__(self, callbacks: Iterable[Checkpoint], window_open: Callable[[], bool]) -> None:
+        self._callbacks = list(callbacks)
         for callback in self._callbacks:
-            setattr(callback, _HOOK, _held_back(getattr(type(callback), _HOOK).__get__(callback), window_open))
+            setattr(
+                callback, _HOOK, _held_back(getattr(type(callback), _HOOK).__get__(callback), window_open)
+            )
 
     def remove(self) -> None:
         """Give every callback its own hook back."""

@@ -1,4 +1,4 @@
-"""The DeepSpeed config of a ``RequestZeRO``: its arguments and the user's config, merged with nothing ignored."""
+"""The DeepSpeed config of a ``RequestZeRO``: its arguments and the user's config, merged, nothing ignored."""
 
 from __future__ import annotations
 
@@ -19,38 +19,20 @@ from requestzero.deepspeed_config import (
     overflow_to_config,
     settings_to_config,
 )
+from requestzero.lightning.deepspeed_keys import STAGE_3_KEYS, TOP_LEVEL_KEYS
 from requestzero.lightning.options import nearest
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 ARGUMENTS = "the arguments of RequestZeRO"
 
 # Lightning's precision flag -> the model's dtype as DeepSpeed names its section.
-PRECISIONS = {"32-true": "fp32", "bf16-true": "bf16", "bf16-mixed": "bf16", "16-true": "fp16", "16-mixed": "fp16"}
-
-# The sections and scalars that DeepSpeed 0.19.8 reads. It skips any other key without a word.
-TOP_LEVEL_KEYS = frozenset(
-    """
-    activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type compile
-    compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last datastates
-    datastates_ckpt disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel flops_profiler fp16
-    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine
-    keep_in_fp32_modules log_level managed_gradient_accumulation memory_breakdown nebula optimizer pipeline prescale_gradients
-    progressive_layer_drop quantize_training scheduler seq_parallel_communication_data_type steps_per_print tensor_parallel
-    tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism
-    vocabulary_size wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    zero_optimization
-    """.split()
-)
-
-# Keys of zero_optimization that only stage 3 reads, beside those whose name says so.
-_STAGE_3_KEYS = frozenset(
-    """
-    offload_param sub_group_size prefetch_bucket_size param_persistence_threshold model_persistence_threshold
-    max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold
-    use_all_reduce_for_fetch_params allgather_sequential cpu_offload_param mics_shard_size
-    mics_hierarchical_params_gather leaf_module
-    """.split()
-)
+PRECISIONS = {
+    "32-true": "fp32",
+    "bf16-true": "bf16",
+    "bf16-mixed": "bf16",
+    "16-true": "fp16",
+    "16-mixed": "fp16",
+}
 
 
 class _ArgumentsAsConfig(DeepSpeedStrategy):
@@ -62,7 +44,10 @@ class _ArgumentsAsConfig(DeepSpeedStrategy):
 
 
 def default_config(offload_optimizer: bool) -> Config:
-    """What Lightning's strategy puts into the DeepSpeed config when no argument is given."""
+    """What Lightning's strategy puts into the DeepSpeed config when no argument is given.
+
+    Building one also sets the level of DeepSpeed's logger: build the user's after it.
+    """
     config = _ArgumentsAsConfig(offload_optimizer=offload_optimizer).config
     assert config is not None
     return config
@@ -71,8 +56,8 @@ def default_config(offload_optimizer: bool) -> Config:
 def read_user_config(config: Any) -> tuple[Config, str]:
     """The user's config as a new dictionary, and how messages name the place where it stands.
 
-    As in Lightning, the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names a file that is read when there is no
-    ``config``.
+    As in Lightning, the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names a file that is read when
+    there is no ``config``.
 
     Raises:
         ValueError: it cannot be read, holds a key that DeepSpeed does not know, or one that Lightning or this
@@ -83,6 +68,7 @@ def read_user_config(config: Any) -> tuple[Config, str]:
         config, source = os.environ[variable], f"the file in ${variable}"
     loaded = load_config(config, source)
     _check_known(loaded, source)
+    _check_sections(loaded, source)
     _check_automatic(loaded, source)
     _check_loop_keys(loaded, source)
     return loaded, source
@@ -91,14 +77,24 @@ def read_user_config(config: Any) -> tuple[Config, str]:
 def _check_known(config: Config, source: str) -> None:
     for key in config:
         if key not in TOP_LEVEL_KEYS:
-            raise ValueError(f"{key!r} in {source} is no key of a DeepSpeed config.{nearest(str(key), TOP_LEVEL_KEYS)}")
+            raise ValueError(
+                f"{key!r} in {source} is no key of a DeepSpeed config.{nearest(str(key), TOP_LEVEL_KEYS)}"
+            )
+
+
+def _check_sections(config: Config, source: str) -> None:
+    for name in ("zero_optimization", "fp16", "bf16", "data_types", "activation_checkpointing"):
+        if not isinstance(config.get(name, {}), dict):
+            raise ValueError(
+                f"{name}={config[name]!r} in {source} is not allowed: give a mapping of its options."
+            )
 
 
 def _check_automatic(value: Any, source: str, path: str = "") -> None:
     if value == "auto":
         raise ValueError(
-            f"{path}='auto' in {source} is not possible under Lightning, which has no place to take it from: set a value, "
-            "or leave the key out."
+            f"{path}='auto' in {source} is not possible under Lightning, which has no place to take it from: "
+            "set a value, or leave the key out."
         )
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -108,13 +104,13 @@ def _check_automatic(value: Any, source: str, path: str = "") -> None:
 def _check_loop_keys(config: Config, source: str) -> None:
     if config.pop("gradient_accumulation_steps", 1) != 1:
         raise ValueError(
-            f"gradient_accumulation_steps in {source} must be 1 or left out, since the strategy divides the window's sum "
-            "itself: use Trainer(accumulate_grad_batches=...) for requests per update."
+            f"gradient_accumulation_steps in {source} must be 1 or left out, since the strategy divides the "
+            "window's sum itself: use Trainer(accumulate_grad_batches=...) for requests per update."
         )
     if config.get("managed_gradient_accumulation") is False:
         raise ValueError(
-            f"managed_gradient_accumulation=False in {source} is not possible, since the strategy marks the ends of "
-            "requests: leave it out."
+            f"managed_gradient_accumulation=False in {source} is not possible, since the strategy marks the "
+            "ends of requests: leave it out."
         )
     if "train_batch_size" in config:
         raise ValueError(
@@ -129,35 +125,31 @@ def wants_offload(config: Config) -> bool:
     Raises:
         ValueError: to another device than the CPU.
     """
-    section = _zero_section(config).get("offload_optimizer") or {}
+    section = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     device = section.get("device", "none") if isinstance(section, Mapping) else section
     if device not in (None, "none", "cpu"):
         raise ValueError(
-            f"zero_optimization.offload_optimizer.device={device!r} does not apply: ZeRO 1 and 2 offload the optimizer to "
-            "'cpu' only."
+            f"zero_optimization.offload_optimizer.device={device!r} does not apply: ZeRO 1 and 2 offload the "
+            "optimizer to 'cpu' only."
         )
     return device == "cpu"
 
 
-def _zero_section(config: Config) -> Config:
-    section = config.get("zero_optimization", {})
-    if not isinstance(section, dict):
-        raise ValueError(f"zero_optimization={section!r} is not allowed: give a mapping of DeepSpeed's ZeRO options.")
-    return section
-
-
-def build_config(settings: RequestZeROSettings, arguments: Config, user: Config, source: str) -> Config:
+def build_config(
+    settings: RequestZeROSettings, defaults: Config, arguments: Config, user: Config, source: str
+) -> Config:
     """The DeepSpeed config: Lightning's defaults, then the arguments that were given and the user's keys.
 
     Args:
         settings: from our own arguments.
+        defaults: see :func:`default_config`.
         arguments: Lightning's translation of all arguments.
         user: the user's config, and ``source`` its place.
 
     Raises:
-        ValueError: a key has one value in the arguments and another in ``user``, or does not apply to ZeRO 1 and 2.
+        ValueError: a key has one value in the arguments and another in ``user``, or does not apply to ZeRO 1
+            and 2.
     """
-    defaults = default_config(wants_offload(arguments))
     given = _overlay(_changes(defaults, arguments), _settings_given(settings))
     merge_configs(_overflow_sections(settings.overflow), user, "overflow", source)
     chosen = merge_configs(given, user, ARGUMENTS, source)
@@ -176,7 +168,10 @@ def _settings_given(settings: RequestZeROSettings) -> Config:
 
 def _overflow_sections(overflow: OverflowSettings) -> Config:
     check = overflow.check_grad_overflow
-    return {"fp16": overflow.loss_scale_options(), "bf16": {} if check is None else {"check_grad_overflow": check}}
+    return {
+        "fp16": overflow.loss_scale_options(),
+        "bf16": {} if check is None else {"check_grad_overflow": check},
+    }
 
 
 def _changes(base: Config, changed: Config) -> Config:
@@ -204,19 +199,21 @@ def _overlay(base: Config, top: Config) -> Config:
 
 
 def _check_zero_section(user: Config, source: str) -> None:
-    """DeepSpeed itself looks at this section when the engine is built; here it is still the constructor's error."""
+    """DeepSpeed itself looks at this section only when the engine is built."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    section = {key: value for key, value in _zero_section(user).items() if key != RETAIN_OPTION}
+    section = {key: value for key, value in user.get("zero_optimization", {}).items() if key != RETAIN_OPTION}
     fields = DeepSpeedZeroConfig.model_fields
     names = {*fields, *(field.alias for field in fields.values() if field.alias), RETAIN_OPTION}
     for key in section:
         if key not in names:
-            raise ValueError(f"zero_optimization.{key} in {source} is no ZeRO option of DeepSpeed.{nearest(key, names)}")
-        if key in _STAGE_3_KEYS or key.startswith("stage3_"):
             raise ValueError(
-                f"zero_optimization.{key} in {source} does not apply: it belongs to ZeRO stage 3, and RequestZeRO makes "
-                "stages 1 and 2 request-safe; leave it out."
+                f"zero_optimization.{key} in {source} is no ZeRO option of DeepSpeed.{nearest(key, names)}"
+            )
+        if key in STAGE_3_KEYS or key.startswith("stage3_"):
+            raise ValueError(
+                f"zero_optimization.{key} in {source} does not apply: it belongs to ZeRO stage 3, and "
+                "RequestZeRO makes stages 1 and 2 request-safe; leave it out."
             )
     DeepSpeedZeroConfig(**copy.deepcopy(section))
 
@@ -240,9 +237,13 @@ def effective_settings(config: Config, settings: RequestZeROSettings) -> Request
 
 
 def _effective_overflow(config: Config, overflow: OverflowSettings) -> OverflowSettings:
-    sections = _overlay(_overflow_sections(overflow), {key: config[key] for key in ("fp16", "bf16") if key in config})
+    sections = _overlay(
+        _overflow_sections(overflow), {key: config[key] for key in ("fp16", "bf16") if key in config}
+    )
     known = OverflowSettings.__dataclass_fields__
-    values = {key: value for name in ("fp16", "bf16") for key, value in sections[name].items() if key in known}
+    values = {
+        key: value for name in ("fp16", "bf16") for key, value in sections[name].items() if key in known
+    }
     return OverflowSettings(**values)
 
 
@@ -257,8 +258,8 @@ def with_precision(config: Config, overflow: OverflowSettings, precision: str) -
         enabled = config.get(name, {}).get("enabled")
         if enabled is not None and enabled != (name == dtype):
             raise ValueError(
-                f"{name}.enabled is {enabled!r} in config, but the Trainer has precision={precision!r}: leave it out of "
-                "config, where the Trainer's precision is put in."
+                f"{name}.enabled is {enabled!r} in config, but the Trainer has precision={precision!r}: "
+                "leave it out of config, where the Trainer's precision is put in."
             )
     result = _overlay(config, overflow_to_config(overflow, dtype))
     return result if dtype == "fp32" else _overlay(result, {dtype: {"enabled": True}})

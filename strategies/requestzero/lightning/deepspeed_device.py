@@ -8,8 +8,9 @@ import torch
 def use_deepspeed_device(device: torch.device) -> None:
     """Make DeepSpeed work on the kind of device that the Trainer has chosen, in this process.
 
-    DeepSpeed picks CUDA wherever there is a GPU, unless ``DS_ACCELERATOR=cpu`` stands in the environment when it is first
-    used; the Trainer's ``accelerator`` is what the user has said already. Where both agree nothing is touched.
+    DeepSpeed picks CUDA wherever there is a GPU, unless ``DS_ACCELERATOR=cpu`` stands in the environment when
+    it is first used; the Trainer's ``accelerator`` is what the user has said already. Where both agree
+    nothing is touched.
     """
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator

@@ -1,9 +1,9 @@
 """Lightning's training loops, told where update windows end.
 
-Written for Lightning 2.6.6, whose loops take a window to be ``accumulate_grad_batches`` batches. Everything that goes by
-updates there (steps, hooks, counters, schedulers, loggers) asks one of the few methods below. The objects of the
-Trainer stay the same ones and only become instances of these classes, so that state which they hold, or which is
-restored into them, is kept.
+Written for Lightning 2.6.6, whose loops take a window to be ``accumulate_grad_batches`` batches. Everything
+that goes by updates there (steps, hooks, counters, schedulers, loggers) asks one of the few methods below.
+The objects of the Trainer stay the same ones and only become instances of these classes, so that state which
+they hold, or which is restored into them, is kept.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ def take_over_loops(trainer: pl.Trainer) -> None:
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     _become(epoch_loop, WindowEpochLoop)
+    cast(WindowEpochLoop, epoch_loop).validation_due = False
     _become(epoch_loop.automatic_optimization, WindowAutomaticOptimization)
     _become(epoch_loop.manual_optimization, WindowManualOptimization)
     _become(trainer._logger_connector, WindowLoggerConnector)
 
 
 def _become(instance: Any, cls: type) -> None:
-    if type(instance) not in (cls, cls.__base__):
+    (lightnings,) = cls.__bases__
+    if type(instance) not in (cls, lightnings):
         raise TypeError(
-            f"The Trainer's {type(instance).__name__} is not Lightning's own {cls.__base__.__name__}, which RequestZeRO "
-            "extends: leave the Trainer's loops as they are."
+            f"The Trainer's {type(instance).__name__} is not Lightning's own {lightnings.__name__}, which "
+            "RequestZeRO extends: leave the Trainer's loops as they are."
         )
     instance.__class__ = cls
 
@@ -59,7 +61,9 @@ class UndividedResult(ClosureResult):
 
     @classmethod
     @override
-    def from_training_step_output(cls, training_step_output: STEP_OUTPUT, normalize: int = 1) -> ClosureResult:
+    def from_training_step_output(
+        cls, training_step_output: STEP_OUTPUT, normalize: int = 1
+    ) -> ClosureResult:
         return super().from_training_step_output(training_step_output)
 
 
@@ -72,12 +76,14 @@ class WindowAutomaticOptimization(_AutomaticOptimization):
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
         """Also drop the epoch's last, shorter window where the user wants that."""
         outputs = super().run(optimizer, batch_idx, kwargs)
-        _strategy(self.trainer).after_batch(is_last=self.trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+        _strategy(self.trainer).after_batch(
+            is_last=self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        )
         return outputs
 
     @override
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-        """Once per window. Lightning's version also acts within one, where DeepSpeed would lose the window's sum."""
+        """Once per window. Lightning's version also acts within one, which would discard its gradients."""
         if self._skip_backward or not _strategy(self.trainer).marks.starts_window:
             return None
 
@@ -94,14 +100,16 @@ class WindowManualOptimization(_ManualOptimization):
     @override
     def run(self, kwargs: OrderedDict) -> dict[str, Any]:
         outputs = super().run(kwargs)
-        _strategy(self.trainer).after_batch(is_last=self.trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+        _strategy(self.trainer).after_batch(
+            is_last=self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        )
         return outputs
 
 
 class WindowEpochLoop(_TrainingEpochLoop):
     """Goes by update windows where Lightning's version goes by ``accumulate_grad_batches`` batches."""
 
-    _validation_due = False
+    validation_due = False
 
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
@@ -115,8 +123,8 @@ class WindowEpochLoop(_TrainingEpochLoop):
         loaders = data_fetcher.combined_loader.flattened
         if data_fetcher.length is None and any(isinstance(loader, _Stateful) for loader in loaders):
             rank_zero_warn(
-                "The training loader has state_dict() but no length. Lightning fetches one batch ahead of such a loader, so "
-                "a resumed run would leave one batch out: give the loader a __len__."
+                "The training loader has state_dict() but no length. Lightning fetches one batch ahead of "
+                "such a loader, so a resumed run would leave one batch out: give the loader a __len__."
             )
 
     @override
@@ -132,15 +140,15 @@ class WindowEpochLoop(_TrainingEpochLoop):
 
     @override
     def _should_accumulate(self) -> bool:
-        """Lightning steps at an epoch's last batch in any case; here only where that is wanted and can be done."""
+        """Lightning steps at an epoch's last batch in any case; here only where that is wanted."""
         if _strategy(self.trainer).steps_incomplete_windows:
             return super()._should_accumulate()
         return not self._accumulated_batches_reached()
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """A step that DeepSpeed skipped (gradients not finite) moves no scheduler with ``interval="step"``."""
-        if interval == "step" and not _strategy(self.trainer).update_applied:
+        """A step that DeepSpeed skipped (gradients not finite) moves no ``interval="step"`` scheduler."""
+        if interval == "step" and _strategy(self.trainer).holds_schedulers:
             return
         super().update_lr_schedulers(interval, update_plateau_schedulers)
 
@@ -150,10 +158,10 @@ class WindowEpochLoop(_TrainingEpochLoop):
         due = super()._should_check_val_fx(data_fetcher)
         if self.restarting:
             return due
-        self._validation_due = self._validation_due or due
+        self.validation_due = self.validation_due or due
         if _strategy(self.trainer).window_open:
             return False
-        due, self._validation_due = self._validation_due, False
+        due, self.validation_due = self.validation_due, False
         return due
 
 

@@ -11,9 +11,9 @@ from requestzero.micro_batch import MicroBatch
 class WindowMarks:
     """What the loader says of the current batch: does it start a window, end its request, end the window?
 
-    A plain batch is a request of one micro-batch. Without marks from the loader, a window is as many requests as
-    ``accumulate_grad_batches``. This knows what *should* happen; whether gradients are pending is known to the
-    engine's ``update_window`` alone.
+    A plain batch is a request of one micro-batch. Without marks from the loader, a window is as many requests
+    as ``accumulate_grad_batches``. This knows what *should* happen; whether gradients are pending is known to
+    the engine's ``update_window`` alone.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class WindowMarks:
         self.request_end = True
         """Whether the current batch is the last of its request."""
         self.window_end = True
-        """Whether the optimizer steps after the current batch. True before the first one: nothing is pending."""
+        """Whether the optimizer steps after the current batch. True before the first one."""
         self.request_id: str | int | None = None
         """Name of the current request, if the loader gives one."""
         self.loader_marks_windows: bool | None = None
@@ -34,7 +34,8 @@ class WindowMarks:
         """Note the marks of the next batch and return what the model gets of it.
 
         Raises:
-            ValueError: ``window_end`` is set on some micro-batches only, or set although ``requests_per_window`` is not 1.
+            ValueError: ``window_end`` is set on some micro-batches only, or although ``requests_per_window``
+                is not 1.
         """
         micro_batch = batch if isinstance(batch, MicroBatch) else MicroBatch(_check_plain(batch))
         self._check_marks(micro_batch, requests_per_window)
@@ -64,15 +65,16 @@ class WindowMarks:
             self.loader_marks_windows = marks
         if marks != self.loader_marks_windows:
             raise ValueError(
-                f"The micro-batch of request {micro_batch.request_id!r} has window_end={micro_batch.window_end!r}, unlike "
-                "the ones before it: a loader sets window_end to true or false on all of its micro-batches, or leaves it "
-                "None on all of them."
+                f"The micro-batch of request {micro_batch.request_id!r} has "
+                f"window_end={micro_batch.window_end!r}, unlike the ones before it: a loader sets window_end "
+                "to true or false on all of its micro-batches, or leaves it None on all of them."
             )
         if marks and requests_per_window != 1:
             raise ValueError(
-                f"The loader marks the ends of update windows itself (window_end of request {micro_batch.request_id!r} is "
-                f"{micro_batch.window_end!r}), but Trainer(accumulate_grad_batches={requests_per_window}) asks to count "
-                "requests: leave accumulate_grad_batches at 1, or leave window_end at None in the loader."
+                "The loader marks the ends of update windows itself (window_end of request "
+                f"{micro_batch.request_id!r} is {micro_batch.window_end!r}), but "
+                f"Trainer(accumulate_grad_batches={requests_per_window}) asks to count requests: leave "
+                "accumulate_grad_batches at 1, or leave window_end at None in the loader."
             )
 
 
@@ -82,10 +84,13 @@ def unwrap(batch: Any) -> Any:
 
 
 def _check_plain(batch: Any) -> Any:
-    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    items = (
+        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    )
     if any(isinstance(item, MicroBatch) for item in items):
         raise ValueError(
-            f"The batch is a {type(batch).__name__} that holds a MicroBatch: the MicroBatch has to be the batch itself, with "
-            "everything else in its inputs. Combine the loaders before their batches are marked."
+            f"The batch is a {type(batch).__name__} that holds a MicroBatch: the MicroBatch has to be the "
+            "batch itself, with everything else in its inputs. Combine the loaders before their batches are "
+            "marked."
         )
     return batch

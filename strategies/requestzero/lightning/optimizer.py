@@ -10,8 +10,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 class WindowLightningOptimizer(LightningOptimizer):
     """Passes on what changes the optimizer's state.
 
-    Lightning's wrapper derives its class from that of the optimizer, so these methods would run on the wrapper and
-    leave their results there: ``zero_grad()`` would discard nothing.
+    Lightning's wrapper derives its class from that of the optimizer, so these methods would run on the
+    wrapper and leave their results there: ``zero_grad()`` would discard nothing.
     """
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,7 @@
-"""Which options of Lightning's ``DeepSpeedStrategy`` mean something under ZeRO 1 and 2, and what they turn into.
+"""Which options of Lightning's ``DeepSpeedStrategy`` apply to ZeRO 1 and 2, and what they turn into.
 
-Written for Lightning 2.6, whose own strategy ignores most of its arguments without a word when ``config`` is given.
+Written for Lightning 2.6, whose own strategy ignores most of its arguments without a word when ``config`` is
+given.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ DEFAULTS: dict[str, Any] = {
     if name != "self" and name not in OWN_OPTIONS
 }
 
-LOSS_SCALE_OPTIONS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+LOSS_SCALE_OPTIONS = (
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "min_loss_scale",
+)
 
 _STAGE_3 = "it belongs to ZeRO stage 3, and RequestZeRO makes stages 1 and 2 request-safe; leave it out"
 _NVME = "it is for NVMe offload, which only ZeRO stage 3 has; leave it out"
@@ -65,8 +72,12 @@ def nearest(name: str, known: Any) -> str:
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that differ from their defaults: LightningCLI passes every default on as if it had been given."""
-    return {name: value for name, value in options.items() if value is not DEFAULTS[name] and value != DEFAULTS[name]}
+    """The options that differ from their defaults: LightningCLI passes every default on as if given."""
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not DEFAULTS[name] and value != DEFAULTS[name]
+    }
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -79,8 +90,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in DEFAULTS:
             raise TypeError(
-                f"RequestZeRO has no option {name!r}: use its own ({', '.join(OWN_OPTIONS)}) or those of Lightning's "
-                f"DeepSpeedStrategy.{nearest(name, [*OWN_OPTIONS, *DEFAULTS])}"
+                f"RequestZeRO has no option {name!r}: use its own ({', '.join(OWN_OPTIONS)}) or those of "
+                f"Lightning's DeepSpeedStrategy.{nearest(name, [*OWN_OPTIONS, *DEFAULTS])}"
             )
     for name, value in given_options(options).items():
         if name in NOT_APPLICABLE:
@@ -93,7 +104,8 @@ def check_offload_options(options: Mapping[str, Any], retain: bool, offload_opti
     for name, value in given.items():
         if value and not offload_optimizer:
             raise ValueError(
-                f"{name}={value!r} does not apply without optimizer offload: leave it out, or set offload_optimizer=True."
+                f"{name}={value!r} does not apply without optimizer offload: leave it out, or set "
+                "offload_optimizer=True."
             )
 
 
@@ -108,7 +120,7 @@ def merge_loss_scale(overflow: OverflowSettings, options: Mapping[str, Any]) -> 
         other = getattr(overflow, name)
         if other is not None and other != value:
             raise ValueError(
-                f"{name} is {value!r} as an argument of RequestZeRO and {other!r} in overflow: set it in one place, or to "
-                "the same value."
+                f"{name} is {value!r} as an argument of RequestZeRO and {other!r} in overflow: set it in one "
+                "place, or to the same value."
             )
     return dataclasses.replace(overflow, **given)

@@ -29,7 +29,7 @@ class RequestZeROPrecision(DeepSpeedPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Also unwrap: this is the first call on a fetched batch, so hooks and callbacks see plain batches."""
+        """Also unwrap: the first call on a fetched batch, so that hooks and callbacks see plain batches."""
         return super().convert_input(self._owner.take_batch(data))
 
     @override
@@ -38,8 +38,8 @@ class RequestZeROPrecision(DeepSpeedPrecision):
     ) -> Any:
         """Run the closure, the hooks before a step, and the step; returns what the closure did.
 
-        Lightning's version (2.6.6) lets the engine step without a divisor, and refuses a ``training_step`` that
-        returned ``None`` even where other micro-batches of the window wait to be applied.
+        Lightning's version (2.6.6) lets the engine step without a divisor, and refuses a ``training_step``
+        that returned ``None`` even where other micro-batches of the window wait to be applied.
         """
         result = closure()
         self._after_closure(model, optimizer)

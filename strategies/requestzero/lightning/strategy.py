@@ -14,22 +14,21 @@ import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.nn import Module
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
+from requestzero.lightning import checks, rng
 from requestzero.lightning import config as configs
 from requestzero.lightning.checkpoint_gate import CheckpointGate
-from requestzero.lightning.deepspeed_device import supports_fp16, use_deepspeed_device
+from requestzero.lightning.deepspeed_device import use_deepspeed_device
 from requestzero.lightning.loops import take_over_loops
 from requestzero.lightning.marks import WindowMarks, unwrap
 from requestzero.lightning.optimizer import WindowLightningOptimizer
@@ -43,54 +42,63 @@ if TYPE_CHECKING:
     from requestzero.optimizer.engine import RequestZeROEngine
 
 
+# Where a checkpoint keeps the random states of the ranks.
+_RANDOM_STATES = "requestzero_random_states"
+
+
 class RequestZeRO(DeepSpeedStrategy):
     """ZeRO 1 or 2 in which every optimizer step applies exactly the sum of its window's requests.
 
-    A *request* is one or more micro-batches, an *update window* all requests between two optimizer steps. Every batch
-    is a request of one micro-batch and ``Trainer(accumulate_grad_batches=N)`` makes N requests an update, unless the
-    loader yields :class:`~requestzero.MicroBatch`, which says where requests (and windows) end. The model, its hooks
-    and callbacks see the ``inputs`` only.
+    A *request* is one or more micro-batches, an *update window* all requests between two optimizer steps.
+    Every batch is a request of one micro-batch and ``Trainer(accumulate_grad_batches=N)`` makes N requests an
+    update, unless the loader yields :class:`~requestzero.MicroBatch`, which says where requests (and windows)
+    end. The model, its hooks and callbacks see the ``inputs`` only.
 
     Who counts what:
 
-    - ``trainer.global_step``, ``max_steps``, ``log_every_n_steps``, ``ModelCheckpoint(every_n_train_steps=...)`` and the
-      hooks around the optimizer count *attempted* updates: one per window. :attr:`applied_updates` leaves out those
-      skipped for gradients that are not finite (:attr:`skipped_updates`); so do schedulers with ``interval="step"``.
-    - ``batch_idx``, ``limit_train_batches``, ``val_check_interval`` and a scheduler's ``frequency`` count batches
-      (micro-batches), as in Lightning. A validation or periodic checkpoint that falls inside a window waits for its end.
-    - ``trainer.estimated_stepping_batches`` is batches divided by ``accumulate_grad_batches``, so it is wrong for loaders
-      whose requests have several micro-batches, or which mark windows themselves.
+    - ``trainer.global_step``, ``max_steps``, ``log_every_n_steps``,
+      ``ModelCheckpoint(every_n_train_steps=...)`` and the hooks around the optimizer count *attempted*
+      updates: one per window. :attr:`applied_updates` leaves out those skipped for gradients that are not
+      finite (:attr:`skipped_updates`); so do schedulers with ``interval="step"``.
+    - ``batch_idx``, ``limit_train_batches``, ``val_check_interval`` and a scheduler's ``frequency`` count
+      batches (micro-batches), as in Lightning. A validation or periodic checkpoint that falls inside a window
+      waits for its end.
+    - ``trainer.estimated_stepping_batches`` is batches divided by ``accumulate_grad_batches``, so it is wrong
+      for loaders whose requests have several micro-batches, or which mark windows themselves.
 
-    The loss is not divided by ``accumulate_grad_batches``: the window's sum is divided once, by the step, after which
-    clipping and :attr:`grad_norm` apply. ``outputs["loss"]`` in hooks is the loss that ``training_step`` returned.
+    The loss is not divided by ``accumulate_grad_batches``: the window's sum is divided once, by the step,
+    after which clipping and :attr:`grad_norm` apply. ``outputs["loss"]`` in hooks is the loss that
+    ``training_step`` returned.
 
-    In manual optimization each batch is one request too, whatever its number of backwards; ``opt.step()`` applies the
-    window, divided as ``normalization`` says (so do not divide the loss, or use ``"sum"``), and ``opt.zero_grad()``
-    discards it (after a step there is nothing to discard). See also :meth:`end_request`
-    and :attr:`window_end`. A window that is left open at an epoch's end is discarded with a warning, as is one that is
-    left early (``trainer.should_stop``, ``on_train_batch_start`` returning -1).
+    In manual optimization each batch is one request too, whatever its number of backwards; ``opt.step()``
+    applies the window, divided as ``normalization`` says (so do not divide the loss, or use ``"sum"``), and
+    ``opt.zero_grad()`` discards it (after a step there is nothing to discard). See also :meth:`end_request`
+    and :attr:`window_end`. A window that is left open at an epoch's end is discarded with a warning, as is
+    one that is left early (``trainer.should_stop``, ``on_train_batch_start`` returning -1).
 
-    Checkpoints hold no pending gradients: ``trainer.save_checkpoint`` raises RuntimeError while :attr:`window_open`.
+    Checkpoints hold no pending gradients: ``trainer.save_checkpoint`` raises RuntimeError while
+    :attr:`window_open`.
 
     Args:
-        stage: See :class:`~requestzero.settings.RequestZeROSettings` for this and the options up to ``overflow``.
+        stage: See :class:`~requestzero.settings.RequestZeROSettings` for this and the options up to
+            ``overflow``.
         offload_optimizer: Master weights and optimizer step on the CPU.
         retain_gpu_grad_partition_until_step: Trade device memory between requests for copies; needs offload.
         grad_accum_dtype: dtype of the window's running sum.
         normalization: What the window's sum is divided by.
         incomplete_window: What happens to an epoch's last, shorter window (automatic optimization).
         overflow: :class:`~requestzero.settings.OverflowSettings` or a mapping of its fields.
-        config: Further DeepSpeed keys: a dict, an OmegaConf object, or the path of a JSON or YAML file. Merged with
-            the arguments; an argument that is left at its default gives way to ``config``.
-        **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something under ZeRO 1 and 2. Its
-            loss-scale options are another way to write those of ``overflow``.
+        config: Further DeepSpeed keys: a dict, an OmegaConf object, or the path of a JSON or YAML file.
+            Merged with the arguments; an argument that is left at its default gives way to ``config``.
+        **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something under ZeRO 1 and
+            2. Its loss-scale options are another way to write those of ``overflow``.
 
     Raises:
         ImportError: the installed DeepSpeed is not supported.
         TypeError: an unknown option.
-        ValueError: a value that is not allowed, an option that does not apply, or one that was given twice with
-            different values. What depends on the Trainer (precision, clipping) is checked when that is known,
-            before training starts.
+        ValueError: a value that is not allowed, an option that does not apply, or one that was given twice
+            with different values. What depends on the Trainer (precision, clipping) is checked when that is
+            known, before training starts.
     """
 
     strategy_name = "request_zero"
@@ -122,12 +130,15 @@ class RequestZeRO(DeepSpeedStrategy):
         offloads = offload_optimizer or configs.wants_offload(user_config)
         check_offload_options(deepspeed_options, retain_gpu_grad_partition_until_step, offloads)
         self.marks = WindowMarks()
-        self._update_applied = False
+        self._update_applied: bool | None = None
         self._told_division = False
+        self._counts = (0, 0)
+        self._random_state: rng.RandomState | None = None
         self._gate: CheckpointGate | None = None
+        defaults = configs.default_config(offloads)
         super().__init__(stage=stage, offload_optimizer=offloads, config=None, **deepspeed_options)
         assert self.config is not None
-        self.config = configs.build_config(settings, self.config, user_config, source)
+        self.config = configs.build_config(settings, defaults, self.config, user_config, source)
         self.settings = configs.effective_settings(self.config, settings)
 
     @override
@@ -143,13 +154,14 @@ class RequestZeRO(DeepSpeedStrategy):
                 strategy_registry.register(
                     f"{cls.strategy_name}_{stage}" + "_offload" * offload,
                     cls,
-                    description=f"Request-safe DeepSpeed ZeRO {stage}" + " with the optimizer on the CPU" * offload,
+                    description=f"Request-safe DeepSpeed ZeRO {stage}"
+                    + " with the optimizer on the CPU" * offload,
                     override=True,
                     stage=stage,
                     offload_optimizer=offload,
                 )
 
-    # --- what users read and call -----------------------------------------------------------------------------------
+    # --- what users read and call ---------------------------------------------------------------------------
 
     @property
     def engine(self) -> RequestZeROEngine | None:
@@ -165,28 +177,30 @@ class RequestZeRO(DeepSpeedStrategy):
 
     @property
     def window_end(self) -> bool:
-        """Whether the current batch should end its update window, as the loader or ``accumulate_grad_batches`` says; for
-        manual optimization, where ``accumulate_grad_batches`` is 1 and nothing steps by itself."""
+        """Whether the current batch should end its update window, as the loader marks it.
+
+        For manual optimization, where nothing steps by itself. Without marks every batch ends one.
+        """
         return self.marks.window_end
 
     @property
     def applied_updates(self) -> int:
         """Updates that changed the weights, over the whole training, resumed parts included."""
-        return 0 if self.engine is None else self.engine.applied_updates
+        return self._counts[0] if self.engine is None else self.engine.applied_updates
 
     @property
     def skipped_updates(self) -> int:
         """Updates that were skipped for gradients that are not finite, over the whole training."""
-        return 0 if self.engine is None else self.engine.skipped_steps
+        return self._counts[1] if self.engine is None else self.engine.skipped_steps
 
     @property
     def update_applied(self) -> bool:
         """Whether the current batch has ended with an update that changed the weights."""
-        return self._update_applied
+        return bool(self._update_applied)
 
     @property
     def grad_norm(self) -> float | None:
-        """2-norm over all ranks of the last update's divided gradient, before clipping; ``None`` before the first.
+        """2-norm of the last update's divided gradient over all ranks, before clipping; ``None`` before one.
 
         Log it with ``self.log("grad_norm", self.trainer.strategy.grad_norm)`` in ``on_train_batch_end`` where
         :attr:`update_applied` is true.
@@ -195,11 +209,11 @@ class RequestZeRO(DeepSpeedStrategy):
         return None if norm is None else float(norm)
 
     def end_request(self) -> None:
-        """End the open request now, for manual optimization with several requests in one batch. Call on all ranks."""
+        """End the open request now: for manual optimization with several requests in a batch. Collective."""
         if self.engine is not None:
             self.engine.end_request()
 
-    # --- construction: Trainer, processes, engine -------------------------------------------------------------------
+    # --- construction: Trainer, processes, engine -----------------------------------------------------------
 
     @property
     @override
@@ -209,13 +223,8 @@ class RequestZeRO(DeepSpeedStrategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         """Lightning gives a plain ``DeepSpeedPrecision``; it is replaced by one that knows this strategy."""
-        if precision_plugin is not None and not isinstance(precision_plugin, DeepSpeedPrecision):
-            raise ValueError(
-                f"{type(precision_plugin).__name__} cannot be the precision plugin of RequestZeRO: leave it out and set "
-                f"Trainer(precision=...) to one of {', '.join(map(repr, configs.PRECISIONS))}."
-            )
         if precision_plugin is not None:
-            precision_plugin = RequestZeROPrecision(precision_plugin.precision, self)
+            precision_plugin = RequestZeROPrecision(checks.check_plugin(precision_plugin).precision, self)
         self._precision_plugin = precision_plugin
 
     @property
@@ -233,25 +242,14 @@ class RequestZeRO(DeepSpeedStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """The Trainer calls this last when it is built: everything but the model is known, no process started."""
-        self._check_accelerator()
+        """Called last when a Trainer is built: everything but the model is known, no process has started."""
+        checks.check_device(self.root_device)
         assert isinstance(self.precision_plugin, RequestZeROPrecision)
         assert self.config is not None
         precision = self.precision_plugin.precision
         self.config = configs.with_precision(self.config, self.settings.overflow, precision)
-        if configs.PRECISIONS[precision] == "fp16" and not supports_fp16(self.root_device):
-            raise ValueError(
-                f"Trainer(precision={precision!r}) is not possible on {self.root_device.type}, where DeepSpeed refuses fp16: "
-                "use 'bf16-true', 'bf16-mixed' or '32-true'."
-            )
+        checks.check_precision(precision, self.root_device)
         super()._configure_launcher()
-
-    def _check_accelerator(self) -> None:
-        if self.root_device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                f"RequestZeRO runs on CUDA and CPU, but the Trainer's device is {self.root_device.type!r}: use "
-                'Trainer(accelerator="cuda") or Trainer(accelerator="cpu").'
-            )
 
     @override
     def setup_environment(self) -> None:
@@ -272,28 +270,24 @@ class RequestZeRO(DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._check_training_step(trainer)
-            self.marks = WindowMarks()
+            checks.check_training_step(trainer.lightning_module)
+            self.marks, self._update_applied = WindowMarks(), None
             take_over_loops(trainer)
-            self._gate = CheckpointGate(trainer.callbacks, lambda: self.window_open)
+            self._apply_layer_sync()
+            self._gate = CheckpointGate(trainer.checkpoint_callbacks, lambda: self.window_open)
         super().setup(trainer)
 
-    def _check_training_step(self, trainer: pl.Trainer) -> None:
-        if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
-            raise ValueError(
-                "training_step(dataloader_iter) takes its batches itself, so nobody could tell where requests end: write "
-                "training_step(batch, batch_idx)."
-            )
+    def _apply_layer_sync(self) -> None:
+        """``Trainer(sync_batchnorm=True)``: done as by DDP. Lightning's DeepSpeed strategy leaves it out."""
+        if self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.apply(self.model)
 
     @override
     def _format_config(self) -> None:
-        """Also take the Trainer's clipping into the config, and leave the division of the window to the step."""
+        """Also take the Trainer's clipping into the config, and leave the window's division to the step."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            raise ValueError(
-                "Trainer(gradient_clip_algorithm='value') is not possible with DeepSpeed, which clips by norm: leave it out."
-            )
+        checks.check_clipping(trainer)
         assert self.config is not None
         self.config = configs.with_clipping(self.config, trainer.gradient_clip_val)
         super()._format_config()
@@ -301,8 +295,11 @@ class RequestZeRO(DeepSpeedStrategy):
 
     @override
     def _auto_select_batch_size(self) -> int:
-        """Sequences per batch, for DeepSpeed's throughput log only. Lightning's version asks ``train_dataloader()`` of the
-        module once more than DDP does, and fails on ``DataLoader(batch_size=None)``."""
+        """Sequences per batch, for DeepSpeed's throughput log only; 1 where only a hook could tell.
+
+        Lightning's version calls the module's ``train_dataloader()`` once more than under DDP, and fails on
+        ``DataLoader(batch_size=None)``.
+        """
         assert self.lightning_module is not None
         source = self.lightning_module.trainer.fit_loop._data_source
         loader = None if source.is_module() else source.instance
@@ -311,18 +308,16 @@ class RequestZeRO(DeepSpeedStrategy):
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
         optimizer, scheduler = super()._init_optimizers()
-        if isinstance(optimizer, LBFGS):
-            raise ValueError("LBFGS calls its closure several times a step, which ZeRO cannot do: use another optimizer.")
         assert self.config is not None
-        if scheduler is not None and "scheduler" in self.config:
-            raise ValueError(
-                "configure_optimizers returns a learning-rate scheduler and config has one under 'scheduler': keep one."
-            )
+        checks.check_optimizer(optimizer, scheduler, self.config)
         return optimizer, scheduler
 
     @override
     def _setup_model_and_optimizer(
-        self, model: Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | ReduceLROnPlateau | None = None
+        self,
+        model: Module,
+        optimizer: Optimizer | None,
+        lr_scheduler: LRScheduler | ReduceLROnPlateau | None = None,
     ) -> tuple[Any, Optimizer]:
         """Lightning's version calls ``deepspeed.initialize``, with no device rank on the CPU."""
         from requestzero.initialize import initialize
@@ -344,15 +339,16 @@ class RequestZeRO(DeepSpeedStrategy):
 
     @override
     def _initialize_deepspeed_inference(self, model: Module) -> None:
-        """A stock engine without an optimizer, as in Lightning, whose version has no device rank on the CPU."""
+        """A stock engine without an optimizer. Lightning's version has no device rank on the CPU."""
         import deepspeed
 
         assert self.config is not None
         remove_module_hooks(model)
-        precision = {name: self.config[name] for name in ("fp16", "bf16") if name in self.config}
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+        config.update({name: self.config[name] for name in ("fp16", "bf16") if name in self.config})
         self.model, _, _, _ = deepspeed.initialize(
             args=self._deepspeed_args(),
-            config={"train_micro_batch_size_per_gpu": 1, **copy.deepcopy(precision)},
+            config=copy.deepcopy(config),
             model=model,
             model_parameters=[],
             dist_init_required=False,
@@ -377,15 +373,15 @@ class RequestZeRO(DeepSpeedStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """ZeRO 1 and 2 shard no parameters. Lightning's version shows our config to DeepSpeed's stage 3 context."""
+        """ZeRO 1 and 2 shard no parameters. Lightning's version has stage 3 read our config."""
         yield
 
-    # --- training ---------------------------------------------------------------------------------------------------
+    # --- training -------------------------------------------------------------------------------------------
 
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        """False: Lightning's loop then calls the optimizer and its hooks once per window, not per micro-batch."""
+        """False: Lightning then calls the optimizer and its hooks once per window, not per micro-batch."""
         return False
 
     @property
@@ -394,9 +390,16 @@ class RequestZeRO(DeepSpeedStrategy):
 
     @property
     def window_complete(self) -> bool:
-        """Whether the loop is at a window's end: in automatic optimization the current batch has to end it, in manual
-        optimization the user has."""
+        """Whether a window ends with the current batch (automatic), or nothing is pending (manual)."""
         return self.marks.window_end if self._automatic else not self.window_open
+
+    @property
+    def holds_schedulers(self) -> bool:
+        """Whether the current batch has made no update, so that schedulers have to wait.
+
+        Not before a run's first batch: a resumed run makes up for what came after its checkpoint was saved.
+        """
+        return self._update_applied is False
 
     @property
     def steps_incomplete_windows(self) -> bool:
@@ -418,21 +421,13 @@ class RequestZeRO(DeepSpeedStrategy):
             self.marks.skip()
             return None
         if isinstance(batch, MicroBatch):
-            self._check_scheduler_frequency()
+            checks.check_scheduler_frequency(self.lr_scheduler_configs)
         return self.marks.take(batch, trainer.accumulate_grad_batches)
-
-    def _check_scheduler_frequency(self) -> None:
-        for config in self.lr_scheduler_configs:
-            if config.interval == "step" and config.frequency != 1:
-                raise ValueError(
-                    f"A learning-rate scheduler has interval='step' and frequency={config.frequency}, which Lightning counts in "
-                    "batches: with a loader of MicroBatch that says nothing about updates. Use frequency=1."
-                )
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Nothing to block: ZeRO 2 has to reduce in every backward, and ZeRO 1 waits for the request's end by itself."""
+        """Nothing to block: ZeRO 2 has to reduce in every backward, ZeRO 1 waits for the request's end."""
         yield
 
     @override
@@ -448,7 +443,8 @@ class RequestZeRO(DeepSpeedStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def apply_window(self, **kwargs: Any) -> None:
-        """Step: the window's sum, divided as ``normalization`` says, once. Collective; applies nothing without gradients.
+        """Step: apply the window's sum, divided as ``normalization`` says. Collective; nothing without
+        gradients.
 
         Args:
             **kwargs: for the engine's ``step``.
@@ -457,7 +453,8 @@ class RequestZeRO(DeepSpeedStrategy):
         assert engine is not None
         if self._automatic and not self.marks.request_end:
             rank_zero_warn(
-                f"The epoch ended inside request {self.marks.request_id!r}: its micro-batches so far go into the update."
+                f"The epoch ended inside request {self.marks.request_id!r}: its micro-batches so far go into "
+                "the update."
             )
         window = engine.update_window
         engine.end_request()
@@ -471,8 +468,9 @@ class RequestZeRO(DeepSpeedStrategy):
     def _tell_division(self, divisor: int) -> None:
         if not self._told_division:
             rank_zero_info(
-                f"RequestZeRO divides this window's sum by its {divisor} micro-batches (normalization='mean'): do not "
-                "divide the loss in training_step too, or use normalization='sum'."
+                f"RequestZeRO divides this window's sum by its {divisor} micro-batches "
+                "(normalization='mean'): do not divide the loss in training_step too, or use "
+                "normalization='sum'."
             )
         self._told_division = True
 
@@ -492,7 +490,9 @@ class RequestZeRO(DeepSpeedStrategy):
     def discard_window(self, reason: str) -> None:
         """Forget the open window, if there is one, and warn."""
         if self.window_open:
-            rank_zero_warn(f"RequestZeRO discards an open update window of {self._describe_window()}: {reason}.")
+            rank_zero_warn(
+                f"RequestZeRO discards an open update window of {self._describe_window()}: {reason}."
+            )
             self._discard()
 
     def _discard(self) -> None:
@@ -501,10 +501,15 @@ class RequestZeRO(DeepSpeedStrategy):
 
     def _describe_window(self) -> str:
         assert self.engine is not None
-        window = self.engine.update_window
-        return f"{window.micro_batches} micro-batches, {window.requests} ended requests"
+        assert self.lightning_module is not None
+        window, trainer = self.engine.update_window, self.lightning_module.trainer
+        # Epoch and update make the text unique: Python shows the same warning once only.
+        return (
+            f"{window.micro_batches} micro-batches, {window.requests} ended requests (epoch "
+            f"{trainer.current_epoch}, after update {trainer.global_step})"
+        )
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------
+    # --- checkpoints ----------------------------------------------------------------------------------------
 
     @override
     def save_checkpoint(self, checkpoint: dict, filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -514,6 +519,7 @@ class RequestZeRO(DeepSpeedStrategy):
             RuntimeError: an update window is open.
         """
         self._close_window_before_save()
+        checkpoint = {**checkpoint, _RANDOM_STATES: rng.collect(self.root_device)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _close_window_before_save(self) -> None:
@@ -522,16 +528,42 @@ class RequestZeRO(DeepSpeedStrategy):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
             # An exception ends the run: the last update is all that can still be saved.
-            self.discard_window("the run was interrupted inside it; a run resumed from here does not repeat its batches")
+            self.discard_window(
+                "the run was interrupted inside it; a run resumed from here does not repeat its batches"
+            )
             return
         raise RuntimeError(
-            f"A checkpoint inside an update window would lose its pending gradients ({self._describe_window()}): save where "
-            "trainer.strategy.window_open is False, such as in on_train_batch_end after the window's last batch."
+            "A checkpoint inside an update window would lose its pending gradients, "
+            f"{self._describe_window()}: save where trainer.strategy.window_open is False, such as in "
+            "on_train_batch_end after the window's last batch."
         )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load from a clean window; in ``fit``, also keep the random state for the start. Collective."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        states = checkpoint.get(_RANDOM_STATES, [])
+        if self.engine is not None and len(states) == self.world_size:
+            self._random_state = states[self.global_rank]
+        return checkpoint
+
+    @override
+    def on_train_start(self) -> None:
+        """A resumed run goes on with the random numbers of the run that was saved, if it had as many ranks.
+
+        Not earlier: Lightning's loaders have drawn from the generators by now, which the other run did at its
+        start.
+        """
+        super().on_train_start()
+        if self._random_state is not None:
+            rng.restore(self._random_state, self.root_device)
+            self._random_state = None
 
     @override
     def teardown(self) -> None:
         if self._gate is not None:
             self._gate.remove()
             self._gate = None
+        # A later test or predict takes the engine away.
+        self._counts = (self.applied_updates, self.skipped_updates)
         super().teardown()

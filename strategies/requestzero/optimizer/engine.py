@@ -169,8 +169,8 @@ class RequestZeROEngine(DeepSpeedEngine):
         if self.update_window.is_open:
             raise RuntimeError(
                 f"save_checkpoint() with an open update window ({self.update_window.micro_batches} micro-batches "
-                "since the last step): their gradients would be lost on resume. Save after step(), or call zero_grad() to "
-                "discard them."
+                "since the last step): their gradients would be lost on resume. Save after step(), or call zero_grad() "
+                "to discard them."
             )
         return super().save_checkpoint(save_dir, *args, **kwargs)
 

@@ -38,6 +38,9 @@ class GradientFragments:
     def __getitem__(self, index: int) -> torch.Tensor:
         param = self._optimizer.params_in_partition[self._group_idx][index]
         partition = self._optimizer.resident_partition(self._group_idx)
+        if partition is None:
+            # A copy that is still under way would be missed by a read, and would overwrite a write.
+            self._optimizer._wait_for_offload_copies()
         return self._optimizer.owned_slice(param, partition)
 
     def clear(self) -> None:
@@ -192,8 +195,9 @@ class HostSum(WindowedOptimizer):
     def judge_unjudged(self) -> None:
         """Before the step: norms of what no request end has judged, or a user has set, from the host gradient."""
         self.publish_window()
+        self._wait_for_offload_copies()
+        device = get_accelerator().current_device_name()
         if self.window.edited:
-            self._wait_for_offload_copies()
             self.window.partition_norms.clear()
             self.norm_for_param_grads.clear()
         for group_idx in self.group_indices:
@@ -203,4 +207,4 @@ class HostSum(WindowedOptimizer):
                 param_id = self.get_param_id(param)
                 matters = self.window.edited or param_id in self.window.used
                 if matters and param_id not in self.norm_for_param_grads:
-                    self.norm_for_param_grads[param_id] = partition_norm(self.owned_slice(param))
+                    self.norm_for_param_grads[param_id] = partition_norm(self.owned_slice(param)).to(device)

@@ -1,0 +1,87 @@
+"""What can be checked only when the Trainer, the model or its loader is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import LBFGS, Optimizer
+
+from requestzero.deepspeed_config import Config
+from requestzero.lightning.config import PRECISIONS
+from requestzero.lightning.deepspeed_device import supports_fp16
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError unless the Trainer's device is one that the strategy runs on."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"RequestZeRO runs on CUDA and CPU, but the Trainer's device is {device.type!r}: use "
+            'Trainer(accelerator="cuda") or Trainer(accelerator="cpu").'
+        )
+
+
+def check_plugin(plugin: Precision) -> DeepSpeedPrecision:
+    """The precision plugin that a Trainer gives; raises ValueError if it is another strategy's."""
+    if not isinstance(plugin, DeepSpeedPrecision):
+        raise ValueError(
+            f"{type(plugin).__name__} cannot be the precision plugin of RequestZeRO: leave it out and set "
+            f"Trainer(precision=...) to one of {', '.join(map(repr, PRECISIONS))}."
+        )
+    return plugin
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Raise ValueError where DeepSpeed does not compute in this precision."""
+    if PRECISIONS[precision] == "fp16" and not supports_fp16(device):
+        raise ValueError(
+            f"Trainer(precision={precision!r}) is not possible on {device.type}, where DeepSpeed refuses "
+            "fp16: use 'bf16-true', 'bf16-mixed' or '32-true'."
+        )
+
+
+def check_clipping(trainer: pl.Trainer) -> None:
+    """Raise ValueError for a way of clipping that DeepSpeed does not have."""
+    if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        raise ValueError(
+            "Trainer(gradient_clip_algorithm='value') is not possible with DeepSpeed, which clips by norm: "
+            "leave it out."
+        )
+
+
+def check_training_step(module: pl.LightningModule) -> None:
+    """Raise ValueError for a ``training_step`` whose batches the loop does not see."""
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "training_step(dataloader_iter) takes its batches itself, so nobody could tell where requests "
+            "end: write training_step(batch, batch_idx)."
+        )
+
+
+def check_optimizer(optimizer: Optimizer, scheduler: LRSchedulerConfig | None, config: Config) -> None:
+    """Raise ValueError for what ``configure_optimizers`` may not return."""
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS calls its closure several times a step, which ZeRO cannot do: use another optimizer."
+        )
+    if scheduler is not None and "scheduler" in config:
+        raise ValueError(
+            "configure_optimizers returns a learning-rate scheduler and config has one under 'scheduler': "
+            "keep one."
+        )
+
+
+def check_scheduler_frequency(schedulers: Iterable[LRSchedulerConfig]) -> None:
+    """Raise ValueError for a frequency that means nothing with batches that are not updates."""
+    for config in schedulers:
+        if config.interval == "step" and config.frequency != 1:
+            raise ValueError(
+                f"A learning-rate scheduler has interval='step' and frequency={config.frequency}, which "
+                "Lightning counts in batches: with a loader of MicroBatch that says nothing about updates. "
+                "Use frequency=1."
+            )
