@@ -139,9 +139,9 @@ def _optimizer(cfg: Any) -> Iterator[str]:
 def _trainer(cfg: Any) -> Iterator[str]:
     devices = choose_devices(cfg.trainer)
     if devices.accelerator == "gpu" and devices.devices > count_gpus():
-        asked = f"trainer.devices={cfg.trainer.devices} with trainer.accelerator={cfg.trainer.accelerator!r}"
         yield (
-            f"{asked} is not allowed: this machine has {count_gpus()} GPUs; use as many at most, or trainer.accelerator=cpu."
+            f"trainer.devices={devices.devices} with trainer.accelerator='gpu' is not allowed: there are "
+            f"{count_gpus()} GPUs here; use as many at most, or trainer.accelerator=cpu."
         )
     if devices.accelerator == "cpu" and PRECISIONS.get(cfg.precision.mode) == "fp16":
         yield f"precision.mode={cfg.precision.mode!r} is not allowed on CPU: use bf16-true or 32-true."

@@ -19,7 +19,7 @@ def make_console() -> Console:
 
 
 def quiet_libraries(accelerator: str) -> None:
-    """Keep what libraries say about themselves off the screen; warnings and errors stay, the log file has all.
+    """Keep what libraries say about themselves off the screen. Warnings and errors stay.
 
     For a command only: it changes this process's environment and loggers.
 
@@ -29,10 +29,11 @@ def quiet_libraries(accelerator: str) -> None:
     if accelerator == "cpu":
         # Otherwise DeepSpeed warns that it has found no GPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import lightning.pytorch as lightning
+    import lightning
 
-    for handler in logging.getLogger(lightning.__name__).handlers:
-        handler.setLevel(logging.WARNING)
+    for name in (lightning.__name__, "lightning.pytorch"):
+        for handler in logging.getLogger(name).handlers:
+            handler.setLevel(logging.WARNING)
     # Deprecations between other people's libraries, which a user of the recipe cannot act on.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     warnings.filterwarnings("ignore", message=r".*all_gather_into_tensor.*", category=FutureWarning)

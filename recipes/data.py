@@ -58,9 +58,7 @@ def embedded_requests(tokenizer: TextTokenizer, sequence_length: int, longest_re
     from pydoc_data.topics import topics
 
     sequences = [
-        sequence
-        for name in sorted(topics)
-        for sequence in cut(tokenizer.encode_text(topics[name]), sequence_length)
+        sequence for name in sorted(topics) for sequence in cut(tokenizer.encode_text(topics[name]), sequence_length)
     ]
     lengths = random.Random(0)
     data = RequestData()
@@ -72,9 +70,7 @@ def embedded_requests(tokenizer: TextTokenizer, sequence_length: int, longest_re
     return data
 
 
-def read_jsonl(
-    path: Path, tokenizer: TextTokenizer, sequence_length: int, skip_bad_lines: bool = False
-) -> RequestData:
+def read_jsonl(path: Path, tokenizer: TextTokenizer, sequence_length: int, skip_bad_lines: bool = False) -> RequestData:
     """One request a line: ``{"id": ..., "texts": [...]}`` or ``{"id": ..., "messages": [...]}``.
 
     A text, or a chat, is cut into sequences where it is longer than ``sequence_length`` tokens. Texts are
@@ -95,9 +91,7 @@ def read_jsonl(
         except BadLineError as error:
             bad_lines.append(f"{path}:{number}: {error}")
     if bad_lines and not skip_bad_lines:
-        raise UsageError(
-            [*bad_lines, "Mend or remove these lines, or set data.on_bad_line=skip to leave them out."]
-        )
+        raise UsageError([*bad_lines, "Mend or remove these lines, or set data.on_bad_line=skip to leave them out."])
     if not data.requests:
         raise UsageError([*bad_lines, f"{path} has no request: give a file with at least one."])
     data.skipped_lines = bad_lines
@@ -109,9 +103,7 @@ def cut(tokens: Tokens, sequence_length: int) -> Iterator[TokenSequence]:
 
     Nothing precedes the first token of a piece, so it cannot be predicted and its label is -100.
     """
-    labels = [
-        token if trained else IGNORED_LABEL for token, trained in zip(tokens.ids, tokens.trained, strict=True)
-    ]
+    labels = [token if trained else IGNORED_LABEL for token, trained in zip(tokens.ids, tokens.trained, strict=True)]
     for start in range(0, len(labels), sequence_length):
         piece = slice(start, start + sequence_length)
         piece_labels = [IGNORED_LABEL, *labels[piece][1:]]

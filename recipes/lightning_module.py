@@ -43,7 +43,5 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     if config.name == "cpu_adam":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(
-            model.parameters(), lr=config.lr, weight_decay=config.weight_decay, adamw_mode=True
-        )
+        return DeepSpeedCPUAdam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, adamw_mode=True)
     return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)

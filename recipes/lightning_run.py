@@ -21,6 +21,7 @@ from requestzero.recipes.devices import choose_devices
 from requestzero.recipes.lightning_module import LanguageModeling
 from requestzero.recipes.progress import UpdateProgress
 from requestzero.recipes.report import RunSummary
+from requestzero.recipes.sigterm import StopOnSigterm
 from requestzero.recipes.update_metrics import UpdateMetrics
 
 # DeepSpeed by itself insists on its own Adam for offload; PyTorch's works as well and needs no compiler.
@@ -73,7 +74,7 @@ def make_trainer(cfg: Any, output_dir: Path, console: Console, metrics: UpdateMe
         log_every_n_steps=cfg.trainer.log_every_n_steps,
         default_root_dir=output_dir,
         logger=_loggers(output_dir),
-        callbacks=[metrics, UpdateProgress(console), *_checkpoints(cfg, output_dir)],
+        callbacks=[metrics, UpdateProgress(console), StopOnSigterm(), *_checkpoints(cfg, output_dir)],
         enable_progress_bar=False,
         enable_model_summary=False,
     )

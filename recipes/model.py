@@ -37,9 +37,7 @@ class ByteDecoder(nn.Module):
 
         ``attention_mask`` is not needed: padding is on the right, where a causal decoder does not look.
         """
-        hidden = self.tokens(input_ids) + self.positions(
-            torch.arange(input_ids.shape[1], device=input_ids.device)
-        )
+        hidden = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
         for block in self.blocks:
             hidden = block(hidden)
         return SimpleNamespace(logits=self.head(self.norm(hidden)))

@@ -10,6 +10,7 @@ import difflib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,7 +20,7 @@ from requestzero.recipes.config_check import config_problems
 from requestzero.recipes.config_schema import register_schema
 from requestzero.recipes.devices import choose_devices
 
-CONFIGS = "requestzero.configs"
+CONFIGS = "pkg://requestzero.configs"
 
 # What a value of this kind has to be, in messages.
 _KINDS = {
@@ -40,19 +41,39 @@ def command_problems(arguments: Sequence[str], config_name: str) -> list[str]:
         config_name: The recipe's configuration, where the flags do not name another.
     """
     # Hydra has no public parser of its own flags.
-    from hydra import initialize_config_module
     from hydra._internal.utils import get_args_parser
     from hydra.errors import HydraException
 
     args = get_args_parser().parse_args(list(arguments))
+    register_schema()
     if args.help or args.hydra_help or args.info or args.shell_completion or args.experimental_rerun:
         return []
-    register_schema()
-    with initialize_config_module(CONFIGS, version_base="1.3"):
-        try:
+    if args.config_dir and not os.path.isdir(args.config_dir):
+        return [f"--config-dir {args.config_dir} is not allowed: use a directory that exists."]
+    try:
+        with _hydra(args.config_dir):
             return _Command(args, config_name).problems()
-        except (HydraException, OmegaConfBaseException) as error:
-            return [_reason(error)]
+    except (HydraException, OmegaConfBaseException) as error:
+        return [_reason(error)]
+
+
+@contextmanager
+def _hydra(config_dir: str | None) -> Iterator[None]:
+    """Hydra as ``hydra.main`` sets it up: the public ``initialize`` knows no second directory."""
+    from hydra import version
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.global_hydra import GlobalHydra
+
+    version.setbase("1.3")
+    search_path = create_config_search_path(CONFIGS)
+    if config_dir:
+        search_path.prepend("command-line", f"file://{os.path.abspath(config_dir)}")
+    Hydra.create_main_hydra2("override_check", search_path)
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
 
 
 class _Command:
@@ -62,8 +83,6 @@ class _Command:
         self.multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
         self.overrides: list[str] = args.overrides
         self.config_name = args.config_name or config_name
-        directory = args.config_dir and os.path.abspath(args.config_dir)
-        self.search_path = [f"hydra.searchpath=['file://{directory}']"] if directory else []
         self.base = self._compose([])
         self.keys = sorted(_keys(self.base))
 
@@ -82,7 +101,7 @@ class _Command:
     def _compose(self, overrides: list[str]) -> DictConfig:
         from hydra import compose
 
-        return compose(self.config_name, overrides=[*self.search_path, *overrides], return_hydra_config=True)
+        return compose(self.config_name, overrides=overrides, return_hydra_config=True)
 
     def _job(self, overrides: list[str]) -> list[str]:
         """The problems of one run's configuration as a whole."""

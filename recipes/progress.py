@@ -52,7 +52,7 @@ class UpdateProgress(Callback):
         text = f"requests {requests:.0f}  loss {loss:.3f}  grad norm {norm:.3f}"
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=trainer.global_step, metrics=text)
-        elif trainer.global_step % max(1, trainer.max_steps // PLAIN_LINES) == 0:
+        elif trainer.global_step == 1 or trainer.global_step % max(1, trainer.max_steps // PLAIN_LINES) == 0:
             self.console.print(f"update {trainer.global_step}/{trainer.max_steps}  {text}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

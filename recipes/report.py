@@ -38,9 +38,7 @@ def print_report(console: Console, summary: RunSummary) -> None:
     for line in summary.skipped_lines:
         console.print(f"left out: {line}", markup=False, highlight=False)
     if summary.skipped_lines:
-        console.print(
-            f"{len(summary.skipped_lines)} lines of the data were left out (data.on_bad_line=skip)."
-        )
+        console.print(f"{len(summary.skipped_lines)} lines of the data were left out (data.on_bad_line=skip).")
     table = Table(title="requestzero: end of run", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,9 +22,9 @@ class RunTotals:
     """Per rank."""
     tokens: int = 0
     """Trained tokens over all ranks."""
-    first_loss: float = float("nan")
+    first_loss: float = math.nan
     """Mean loss of the first update window, in nats per trained token."""
-    last_loss: float = float("nan")
+    last_loss: float = math.nan
 
 
 @dataclass
@@ -53,6 +54,7 @@ class UpdateMetrics(Callback):
         self.figures = RankFigures()
         self._loss_and_tokens = [torch.zeros(()), torch.zeros(())]
         self._started = 0.0
+        self._rate = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clear_window()
@@ -62,6 +64,7 @@ class UpdateMetrics(Callback):
         window = _strategy(trainer).engine.update_window
         self.totals.requests += window.requests + window.request_open
         self.totals.micro_batches += window.micro_batches
+        self._rate = optimizer.param_groups[0]["lr"]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -80,9 +83,7 @@ class UpdateMetrics(Callback):
         self.figures.updates_applied = strategy.applied_updates
         self.figures.updates_skipped = strategy.skipped_updates
         held = [float(self.figures.bytes_between_requests), float(strategy.engine.peak_grad_partition_bytes)]
-        most = strategy.reduce(
-            torch.tensor(held, dtype=torch.float64, device=strategy.root_device), reduce_op="max"
-        )
+        most = strategy.reduce(torch.tensor(held, dtype=torch.float64, device=strategy.root_device), reduce_op="max")
         self.figures.bytes_between_requests, self.figures.bytes_at_peak = map(int, most.tolist())
 
     def _on_update(self, strategy: Any, pl_module: LightningModule) -> None:
@@ -92,7 +93,7 @@ class UpdateMetrics(Callback):
         totals = self.totals
         totals.tokens += int(tokens)
         totals.last_loss = loss_sum / max(1.0, tokens)
-        if totals.first_loss != totals.first_loss:
+        if math.isnan(totals.first_loss):
             totals.first_loss = totals.last_loss
         self.figures.tokens += int(tokens)
         self.figures.seconds = time.perf_counter() - self._started
@@ -100,8 +101,8 @@ class UpdateMetrics(Callback):
 
     def _update_metrics(self, strategy: Any) -> dict[str, float]:
         counts = {name: float(getattr(self.totals, name)) for name in ("requests", "micro_batches", "tokens")}
-        rate = strategy.optimizers[0].param_groups[0]["lr"]
-        return {"loss": self.totals.last_loss, "grad_norm": strategy.grad_norm, "lr": rate, **counts}
+        norm = math.nan if strategy.grad_norm is None else strategy.grad_norm  # a skipped update has none
+        return {"loss": self.totals.last_loss, "grad_norm": norm, "lr": self._rate, **counts}
 
     def _clear_window(self) -> None:
         self._loss_and_tokens = [torch.zeros(()), torch.zeros(())]

@@ -104,14 +104,17 @@ def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> No
     deepspeed.utils.logger.setLevel("ERROR")
     if cuda:
         torch.cuda.set_device(rank)
-    deepspeed.init_distributed(
-        "nccl" if cuda else "gloo",
-        auto_mpi_discovery=False,
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=world_size,
-        verbose=False,
-    )
+    from requestzero.communication import without_inference_operator
+
+    with without_inference_operator():
+        deepspeed.init_distributed(
+            "nccl" if cuda else "gloo",
+            auto_mpi_discovery=False,
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            verbose=False,
+        )
     while True:
         try:
             function, args, kwargs = pipe.recv()

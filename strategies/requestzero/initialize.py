@@ -33,11 +33,12 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     retain = take_retain_option(config)
     check_supported(config, given.get("model"))
 
+    from requestzero.communication import without_inference_operator
     from requestzero.optimizer.engine import RequestZeROEngine
     from requestzero.optimizer.swap import replaced
 
     engine_class = partial(RequestZeROEngine, retain_gpu_grad_partition_until_step=retain)
-    with replaced(deepspeed, "DeepSpeedEngine", engine_class):
+    with without_inference_operator(), replaced(deepspeed, "DeepSpeedEngine", engine_class):
         return deepspeed.initialize(**given, config=config)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-import requestzero
-
 HEAVY = {
     "torch",
     "numpy",
@@ -101,14 +99,3 @@ def test_the_lightning_module_registers_its_names() -> None:
         "request_zero_1_offload",
         "request_zero_2_offload",
     }
-
-
-def test_every_public_name_resolves_and_is_listed() -> None:
-    for name in requestzero.__all__:
-        assert getattr(requestzero, name) is not None
-    assert set(requestzero.__all__) <= set(dir(requestzero))
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'requestzero' has no attribute 'RequestZero'"):
-        _ = requestzero.RequestZero

@@ -11,9 +11,7 @@ import pytest
 from requestzero.ninja_path import put_ninja_on_path
 
 
-def test_the_packaged_ninja_is_appended_where_none_is_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_packaged_ninja_is_appended_where_none_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     put_ninja_on_path()
     assert os.environ["PATH"].startswith(f"{tmp_path}{os.pathsep}")

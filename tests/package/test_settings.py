@@ -117,9 +117,7 @@ def test_overflow_is_built_from_a_mapping_an_object_or_nothing() -> None:
 
 
 def test_loss_scale_options_are_those_that_were_set() -> None:
-    settings = OverflowSettings(
-        check_grad_overflow=True, loss_scale=0, hysteresis=3, consecutive_hysteresis=False
-    )
+    settings = OverflowSettings(check_grad_overflow=True, loss_scale=0, hysteresis=3, consecutive_hysteresis=False)
     assert settings.loss_scale_options() == {
         "loss_scale": 0,
         "hysteresis": 3,

@@ -45,9 +45,7 @@ def test_another_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch, version: 
 
 def test_a_missing_deepspeed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None)
-    with pytest.raises(
-        ImportError, match=rf"needs DeepSpeed ==0\.19\.8, and none is installed\. Run: {PIP_LINE}"
-    ):
+    with pytest.raises(ImportError, match=rf"needs DeepSpeed ==0\.19\.8, and none is installed\. Run: {PIP_LINE}"):
         require_supported_deepspeed()
 
 

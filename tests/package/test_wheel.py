@@ -12,6 +12,8 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from requestzero import __version__
 
@@ -80,10 +82,26 @@ def test_the_metadata_say_what_is_needed(wheel: zipfile.ZipFile) -> None:
     assert fields["Requires-Python"] == ">=3.10"
     assert fields["License-Expression"] == "Apache-2.0"
     assert set(fields.get_all("Provides-Extra", [])) == {"accelerate", "recipes", "cli", "dev"}
-    core = [item for item in fields.get_all("Requires-Dist", []) if "extra ==" not in item]
-    names = {item.split("=")[0].split("<")[0].split(">")[0] for item in core}
+    requirements = map(Requirement, fields.get_all("Requires-Dist", []))
+    names = {item.name for item in requirements if "extra" not in str(item.marker)}
     assert {"accelerate", "deepspeed", "lightning", "omegaconf", "torch"} <= names
     assert names.isdisjoint({"hydra-core", "jsonargparse", "transformers"})
+
+
+def test_the_constraints_pin_every_requirement_within_its_range(wheel: zipfile.ZipFile) -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {canonicalize_name(pin.name): pin.specifier for pin in map(Requirement, filter(_is_pin, lines))}
+    requirements = [Requirement(text) for text in metadata(wheel).get_all("Requires-Dist", [])]
+    needed = {canonicalize_name(item.name): item.specifier for item in requirements if item.name != "requestzero"}
+    assert needed
+    for name, allowed in needed.items():
+        (pin,) = pins[name]
+        assert pin.operator == "=="
+        assert allowed.contains(pin.version), f"{name}: {pin} is not in {allowed}"
+
+
+def _is_pin(line: str) -> bool:
+    return bool(line) and not line.startswith("#")
 
 
 def test_the_package_and_its_data_load_from_the_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
+from requestzero.communication import without_inference_operator
 from requestzero.lightning import checks, rng
 from requestzero.lightning import config as configs
 from requestzero.lightning.checkpoint_gate import CheckpointGate
@@ -266,6 +267,12 @@ class RequestZeRO(DeepSpeedStrategy):
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
+
+    @override
+    def _init_deepspeed_distributed(self) -> None:
+        """Without compiling what training does not use."""
+        with without_inference_operator():
+            super()._init_deepspeed_distributed()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
