@@ -28,6 +28,7 @@ class RankGroup:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._workers: list[tuple[Any, Connection]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank; one result per rank."""
@@ -45,7 +46,8 @@ class RankGroup:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        rendezvous = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        rendezvous = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_worker, args=(rank, self.world_size, rendezvous, theirs), daemon=True)
@@ -89,10 +91,14 @@ class RankGroup:
             process.kill()
             process.join()
         self._workers = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
 def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # DeepSpeed's Muon compiles for minutes what three small matrices need
     import torch
 
     torch.set_num_threads(1)

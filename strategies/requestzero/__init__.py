@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from requestzero.versions import __version__
 
 if TYPE_CHECKING:
-    from requestzero.initialize import initialize
+    from requestzero.initialization import initialize
     from requestzero.lightning.strategy import RequestZeRO
     from requestzero.micro_batch import MicroBatch
     from requestzero.request_loader import RequestLoader
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _LAZY = {
-    "initialize": "requestzero.initialize",
+    "initialize": "requestzero.initialization",
     "MicroBatch": "requestzero.micro_batch",
     "OverflowSettings": "requestzero.settings",
     "RequestLoader": "requestzero.request_loader",

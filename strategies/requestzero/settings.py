@@ -6,6 +6,7 @@ Lightning strategy, the Hydra schema and the reference table in the README deriv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -17,13 +18,27 @@ INCOMPLETE_WINDOW = ("step", "drop")
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed or (isinstance(value, bool) and not any(value is item for item in allowed)):
+    if not any(value == item and type(value) is type(item) for item in allowed):
         raise ValueError(f"{name}={value!r} is not allowed: use one of {', '.join(map(repr, allowed))}.")
 
 
 def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} is not allowed: use true or false.")
+
+
+def _check_integer(name: str, value: Any, lowest: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < lowest):
+        raise ValueError(f"{name}={value!r} is not allowed: use a whole number of at least {lowest}.")
+
+
+def _check_number(name: str, value: Any, lowest: float = -math.inf, above: float = -math.inf) -> None:
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < lowest or value <= above:
+        allowed = "a positive number" if above == 0 else f"a number of at least {lowest}"
+        raise ValueError(f"{name}={value!r} is not allowed: use {allowed}.")
 
 
 @dataclass(frozen=True)
@@ -59,17 +74,10 @@ class OverflowSettings:
         for name in ("check_grad_overflow", "consecutive_hysteresis"):
             if getattr(self, name) is not None:
                 _check_bool(f"overflow.{name}", getattr(self, name))
-        for name, lowest in (
-            ("loss_scale", 0),
-            ("initial_scale_power", 0),
-            ("loss_scale_window", 1),
-            ("hysteresis", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < lowest):
-                raise ValueError(f"overflow.{name}={value!r} is not allowed: use a number of at least {lowest}.")
-        if self.min_loss_scale is not None and not self.min_loss_scale > 0:
-            raise ValueError(f"overflow.min_loss_scale={self.min_loss_scale!r} is not allowed: use a positive number.")
+        _check_number("overflow.loss_scale", self.loss_scale, lowest=0)
+        for name, lowest in (("initial_scale_power", 0), ("loss_scale_window", 1), ("hysteresis", 1)):
+            _check_integer(f"overflow.{name}", getattr(self, name), lowest)
+        _check_number("overflow.min_loss_scale", self.min_loss_scale, above=0)
         dynamic_only = [name for name in self.loss_scale_options() if name != "loss_scale"]
         if self.loss_scale and dynamic_only:
             raise ValueError(

@@ -67,9 +67,7 @@ def test_resumed_run_is_identical(two_ranks: RankGroup, tmp_path: Path, options:
         "dropout": 0.25,
     }
     whole = two_ranks.run(train, Run(callbacks=[periodic(tmp_path / "whole")], **spec))
-    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == [
-        f"step={n}.ckpt" for n in (2, 4, 6, 8)
-    ]
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == [f"step={n}.ckpt" for n in (2, 4, 6, 8)]
     resumed = two_ranks.run(
         train,
         Run(callbacks=[periodic(tmp_path / "rest")], ckpt_path=str(tmp_path / "whole/step=4.ckpt"), **spec),
@@ -87,9 +85,7 @@ def test_resumed_run_is_identical(two_ranks: RankGroup, tmp_path: Path, options:
 
 
 @pytest.mark.parametrize("where", ["epoch_end", "validation"])
-def test_resume_at_an_epochs_end_and_after_validation(
-    two_ranks: RankGroup, tmp_path: Path, where: str
-) -> None:
+def test_resume_at_an_epochs_end_and_after_validation(two_ranks: RankGroup, tmp_path: Path, where: str) -> None:
     """10 batches with windows of 4: the epoch's end follows a short window; validation is due inside one,
     after 6."""
     spec: dict[str, Any] = {

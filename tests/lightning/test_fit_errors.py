@@ -137,9 +137,7 @@ def test_training_step_that_returns_none(one_rank: RankGroup) -> None:
 def test_loader_that_yields_none(one_rank: RankGroup) -> None:
     from lightning_runs import batch_value
 
-    result = one_rank.run(
-        fit, Model, Run(batches=5, trainer={"accumulate": 2}, schedule=False), LeavesOneOut
-    )[0]
+    result = one_rank.run(fit, Model, Run(batches=5, trainer={"accumulate": 2}, schedule=False), LeavesOneOut)[0]
     assert result["error"] == ""
     assert result["global_step"] == 2
     mean = (batch_value(0, 0) + batch_value(2, 0)) / 2

@@ -8,9 +8,7 @@ from requestzero import MicroBatch
 from requestzero.lightning.marks import WindowMarks, unwrap
 
 
-def ends(
-    marks: WindowMarks, batches: list[object], requests_per_window: int
-) -> list[tuple[bool, bool, bool]]:
+def ends(marks: WindowMarks, batches: list[object], requests_per_window: int) -> list[tuple[bool, bool, bool]]:
     result = []
     for batch in batches:
         marks.take(batch, requests_per_window)

@@ -37,9 +37,7 @@ def test_registered_names(name: str, stage: int, offload: bool) -> None:
     strategy = StrategyRegistry.get(name)
     assert isinstance(strategy, RequestZeRO)
     assert (strategy.settings.stage, strategy.settings.offload_optimizer) == (stage, offload)
-    assert isinstance(
-        Trainer(accelerator="cpu", devices=1, strategy=name, logger=False).strategy, RequestZeRO
-    )
+    assert isinstance(Trainer(accelerator="cpu", devices=1, strategy=name, logger=False).strategy, RequestZeRO)
 
 
 def test_registering_twice_changes_nothing() -> None:
@@ -71,9 +69,7 @@ def test_config_is_merged_with_arguments(form: str, tmp_path: Path) -> None:
         config = OmegaConf.create(content)
     elif form in ("json", "yaml"):
         config = tmp_path / f"ds.{form}"
-        config.write_text(
-            json.dumps(content) if form == "json" else OmegaConf.to_yaml(OmegaConf.create(content))
-        )
+        config.write_text(json.dumps(content) if form == "json" else OmegaConf.to_yaml(OmegaConf.create(content)))
     strategy = RequestZeRO(offload_optimizer=True, overlap_comm=False, reduce_bucket_size=1000, config=config)
     assert strategy.config is not None
     zero = strategy.config["zero_optimization"]
@@ -226,9 +222,7 @@ def test_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_missing_config_file() -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"config names the file '/no/such.json', which does not exist"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"config names the file '/no/such.json', which does not exist"):
         RequestZeRO(config="/no/such.json")
 
 
@@ -283,12 +277,8 @@ def test_logging_level_reaches_deepspeed() -> None:
 
 def test_defaults_given_explicitly_give_way_to_config() -> None:
     """LightningCLI passes every default; that must not contradict a config file."""
-    simple = {
-        name: value for name, value in DEFAULTS.items() if name not in ("precision_plugin", "accelerator")
-    }
-    strategy = RequestZeRO(
-        stage=2, **simple, config={"zero_optimization": {"stage": 1, "overlap_comm": False}}
-    )
+    simple = {name: value for name, value in DEFAULTS.items() if name not in ("precision_plugin", "accelerator")}
+    strategy = RequestZeRO(stage=2, **simple, config={"zero_optimization": {"stage": 1, "overlap_comm": False}})
     assert strategy.settings.stage == 1
 
 
@@ -326,9 +316,7 @@ def test_defaults_given_explicitly_give_way_to_config() -> None:
 def test_refused_with_this_precision(
     precision: Any, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda self: False
-    )
+    monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda self: False)
     with pytest.raises(ValueError, match=message):
         trainer(RequestZeRO(**options), precision=precision)
 
@@ -341,12 +329,8 @@ def test_precision_sections() -> None:
 
 
 def test_fp16_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda self: True
-    )
-    strategy = RequestZeRO(
-        initial_scale_power=8, overflow={"hysteresis": 3}, config={"fp16": {"min_loss_scale": 2}}
-    )
+    monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda self: True)
+    strategy = RequestZeRO(initial_scale_power=8, overflow={"hysteresis": 3}, config={"fp16": {"min_loss_scale": 2}})
     trainer(strategy, precision="16-mixed")
     assert strategy.config is not None
     assert strategy.config["fp16"] == {
@@ -355,9 +339,7 @@ def test_fp16_sections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_device_without_deepspeed() -> None:
-    strategy = RequestZeRO(
-        parallel_devices=[torch.device("meta")], cluster_environment=LightningEnvironment()
-    )
+    strategy = RequestZeRO(parallel_devices=[torch.device("meta")], cluster_environment=LightningEnvironment())
     with pytest.raises(ValueError, match=r"runs on CUDA and CPU, but the Trainer's device is 'meta'"):
         strategy._configure_launcher()
 
@@ -369,7 +351,5 @@ def test_foreign_precision_plugin() -> None:
 
 def test_unsupported_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("requestzero.versions.metadata.version", lambda name: "0.17.0")
-    with pytest.raises(
-        ImportError, match=r"supports DeepSpeed ==0\.19\.8, but 0\.17\.0 is installed\. Run: pip"
-    ):
+    with pytest.raises(ImportError, match=r"supports DeepSpeed ==0\.19\.8, but 0\.17\.0 is installed\. Run: pip"):
         RequestZeRO()

@@ -85,9 +85,7 @@ def test_stock_strategy_makes_smaller_updates(two_ranks: RankGroup) -> None:
     ours = two_ranks.run(train, Run(**spec))[0]["updates"][0]["weights"]
     assert ours == want
     assert want != start
-    assert [4 * (b - a) for a, b in zip(start, stock, strict=True)] == [
-        b - a for a, b in zip(start, want, strict=True)
-    ]
+    assert [4 * (b - a) for a, b in zip(start, stock, strict=True)] == [b - a for a, b in zip(start, want, strict=True)]
 
 
 def test_sum_is_not_divided(two_ranks: RankGroup) -> None:

@@ -173,10 +173,7 @@ def test_stopping_early_discards_the_window(two_ranks: RankGroup) -> None:
     )
     check(results, [[0, 1, 2, 3]], 12)
     assert len(discards(results[0])) == 1
-    assert (
-        "2 micro-batches, 2 ended requests (epoch 0, after update 1): training stops"
-        in discards(results[0])[0]
-    )
+    assert "2 micro-batches, 2 ended requests (epoch 0, after update 1): training stops" in discards(results[0])[0]
     assert [name for name, _ in results[0]["seen"]].count("validate") == 2
 
 
@@ -190,9 +187,7 @@ def test_leaving_an_epoch_early_discards_the_window(two_ranks: RankGroup) -> Non
         assert [row["lr"] for row in got["updates"]] == [0.5, 0.25]
         assert got["global_step"] == 2
     text = "1 micro-batches, 1 ended requests (epoch {0}, after update {1}): the epoch was left inside it"
-    assert [text.format(0, 1) in discards(results[0])[0], text.format(1, 2) in discards(results[0])[1]] == [
-        True
-    ] * 2
+    assert [text.format(0, 1) in discards(results[0])[0], text.format(1, 2) in discards(results[0])[1]] == [True] * 2
 
 
 def test_max_steps_counts_updates(two_ranks: RankGroup) -> None:
@@ -213,9 +208,7 @@ def test_manual_optimization(two_ranks: RankGroup, stage: int) -> None:
     assert [step for step, _ in results[0]["logged"]] == [0, 1, 2, 3]
 
     results = two_ranks.run(train, Run(manual="twice_each", options=options, schedule=False))
-    check(
-        results, [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5], [6, 6, 7, 7], [8, 8, 9, 9], [10, 10, 11, 11]], 12
-    )
+    check(results, [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5], [6, 6, 7, 7], [8, 8, 9, 9], [10, 10, 11, 11]], 12)
 
 
 @pytest.mark.parametrize(

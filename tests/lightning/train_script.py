@@ -31,9 +31,7 @@ class Line(LightningModule):
 
 
 def main(strategy: str, devices: str, directory: str) -> None:
-    requests = [
-        [torch.full((3,), float(number))] * items for number, items in ((1, 2), (2, 6), (3, 4), (4, 2))
-    ]
+    requests = [[torch.full((3,), float(number))] * items for number, items in ((1, 2), (2, 6), (3, 4), (4, 2))]
     loader = RequestLoader(requests, torch.stack, shuffle=False, filler=torch.zeros_like)
     trainer = Trainer(
         accelerator="cpu",

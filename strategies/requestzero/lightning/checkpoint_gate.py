@@ -25,9 +25,7 @@ class CheckpointGate:
     def __init__(self, callbacks: Iterable[Checkpoint], window_open: Callable[[], bool]) -> None:
         self._callbacks = list(callbacks)
         for callback in self._callbacks:
-            setattr(
-                callback, _HOOK, _held_back(getattr(type(callback), _HOOK).__get__(callback), window_open)
-            )
+            setattr(callback, _HOOK, _held_back(getattr(type(callback), _HOOK).__get__(callback), window_open))
 
     def remove(self) -> None:
         """Give every callback its own hook back."""

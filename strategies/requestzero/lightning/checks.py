@@ -66,13 +66,10 @@ def check_training_step(module: pl.LightningModule) -> None:
 def check_optimizer(optimizer: Optimizer, scheduler: LRSchedulerConfig | None, config: Config) -> None:
     """Raise ValueError for what ``configure_optimizers`` may not return."""
     if isinstance(optimizer, LBFGS):
-        raise ValueError(
-            "LBFGS calls its closure several times a step, which ZeRO cannot do: use another optimizer."
-        )
+        raise ValueError("LBFGS calls its closure several times a step, which ZeRO cannot do: use another optimizer.")
     if scheduler is not None and "scheduler" in config:
         raise ValueError(
-            "configure_optimizers returns a learning-rate scheduler and config has one under 'scheduler': "
-            "keep one."
+            "configure_optimizers returns a learning-rate scheduler and config has one under 'scheduler': keep one."
         )
 
 

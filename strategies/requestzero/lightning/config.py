@@ -19,8 +19,7 @@ from requestzero.deepspeed_config import (
     overflow_to_config,
     settings_to_config,
 )
-from requestzero.lightning.deepspeed_keys import STAGE_3_KEYS, TOP_LEVEL_KEYS
-from requestzero.lightning.options import nearest
+from requestzero.deepspeed_keys import check_top_level_keys, check_zero_section, wants_offload
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 ARGUMENTS = "the arguments of RequestZeRO"
@@ -67,27 +66,10 @@ def read_user_config(config: Any) -> tuple[Config, str]:
     if config is None and variable in os.environ:
         config, source = os.environ[variable], f"the file in ${variable}"
     loaded = load_config(config, source)
-    _check_known(loaded, source)
-    _check_sections(loaded, source)
+    check_top_level_keys(loaded, source)
     _check_automatic(loaded, source)
     _check_loop_keys(loaded, source)
     return loaded, source
-
-
-def _check_known(config: Config, source: str) -> None:
-    for key in config:
-        if key not in TOP_LEVEL_KEYS:
-            raise ValueError(
-                f"{key!r} in {source} is no key of a DeepSpeed config.{nearest(str(key), TOP_LEVEL_KEYS)}"
-            )
-
-
-def _check_sections(config: Config, source: str) -> None:
-    for name in ("zero_optimization", "fp16", "bf16", "data_types", "activation_checkpointing"):
-        if not isinstance(config.get(name, {}), dict):
-            raise ValueError(
-                f"{name}={config[name]!r} in {source} is not allowed: give a mapping of its options."
-            )
 
 
 def _check_automatic(value: Any, source: str, path: str = "") -> None:
@@ -119,22 +101,6 @@ def _check_loop_keys(config: Config, source: str) -> None:
         )
 
 
-def wants_offload(config: Config) -> bool:
-    """Whether a DeepSpeed config asks for optimizer offload.
-
-    Raises:
-        ValueError: to another device than the CPU.
-    """
-    section = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    device = section.get("device", "none") if isinstance(section, Mapping) else section
-    if device not in (None, "none", "cpu"):
-        raise ValueError(
-            f"zero_optimization.offload_optimizer.device={device!r} does not apply: ZeRO 1 and 2 offload the "
-            "optimizer to 'cpu' only."
-        )
-    return device == "cpu"
-
-
 def build_config(
     settings: RequestZeROSettings, defaults: Config, arguments: Config, user: Config, source: str
 ) -> Config:
@@ -155,7 +121,7 @@ def build_config(
     chosen = merge_configs(given, user, ARGUMENTS, source)
     config = _overlay(defaults, chosen)
     check_supported(config)
-    _check_zero_section(user, source)
+    check_zero_section(user, source)
     return config
 
 
@@ -198,26 +164,6 @@ def _overlay(base: Config, top: Config) -> Config:
     return result
 
 
-def _check_zero_section(user: Config, source: str) -> None:
-    """DeepSpeed itself looks at this section only when the engine is built."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    section = {key: value for key, value in user.get("zero_optimization", {}).items() if key != RETAIN_OPTION}
-    fields = DeepSpeedZeroConfig.model_fields
-    names = {*fields, *(field.alias for field in fields.values() if field.alias), RETAIN_OPTION}
-    for key in section:
-        if key not in names:
-            raise ValueError(
-                f"zero_optimization.{key} in {source} is no ZeRO option of DeepSpeed.{nearest(key, names)}"
-            )
-        if key in STAGE_3_KEYS or key.startswith("stage3_"):
-            raise ValueError(
-                f"zero_optimization.{key} in {source} does not apply: it belongs to ZeRO stage 3, and "
-                "RequestZeRO makes stages 1 and 2 request-safe; leave it out."
-            )
-    DeepSpeedZeroConfig(**copy.deepcopy(section))
-
-
 def effective_settings(config: Config, settings: RequestZeROSettings) -> RequestZeROSettings:
     """``settings`` as the merged config has decided them.
 
@@ -237,13 +183,9 @@ def effective_settings(config: Config, settings: RequestZeROSettings) -> Request
 
 
 def _effective_overflow(config: Config, overflow: OverflowSettings) -> OverflowSettings:
-    sections = _overlay(
-        _overflow_sections(overflow), {key: config[key] for key in ("fp16", "bf16") if key in config}
-    )
+    sections = _overlay(_overflow_sections(overflow), {key: config[key] for key in ("fp16", "bf16") if key in config})
     known = OverflowSettings.__dataclass_fields__
-    values = {
-        key: value for name in ("fp16", "bf16") for key, value in sections[name].items() if key in known
-    }
+    values = {key: value for name in ("fp16", "bf16") for key, value in sections[name].items() if key in known}
     return OverflowSettings(**values)
 
 

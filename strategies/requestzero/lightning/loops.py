@@ -61,9 +61,7 @@ class UndividedResult(ClosureResult):
 
     @classmethod
     @override
-    def from_training_step_output(
-        cls, training_step_output: STEP_OUTPUT, normalize: int = 1
-    ) -> ClosureResult:
+    def from_training_step_output(cls, training_step_output: STEP_OUTPUT, normalize: int = 1) -> ClosureResult:
         return super().from_training_step_output(training_step_output)
 
 
@@ -76,9 +74,7 @@ class WindowAutomaticOptimization(_AutomaticOptimization):
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
         """Also drop the epoch's last, shorter window where the user wants that."""
         outputs = super().run(optimizer, batch_idx, kwargs)
-        _strategy(self.trainer).after_batch(
-            is_last=self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-        )
+        _strategy(self.trainer).after_batch(is_last=self.trainer.fit_loop.epoch_loop._num_ready_batches_reached())
         return outputs
 
     @override
@@ -100,9 +96,7 @@ class WindowManualOptimization(_ManualOptimization):
     @override
     def run(self, kwargs: OrderedDict) -> dict[str, Any]:
         outputs = super().run(kwargs)
-        _strategy(self.trainer).after_batch(
-            is_last=self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-        )
+        _strategy(self.trainer).after_batch(is_last=self.trainer.fit_loop.epoch_loop._num_ready_batches_reached())
         return outputs
 
 

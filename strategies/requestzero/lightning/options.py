@@ -7,13 +7,13 @@ given.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
+from requestzero.deepspeed_keys import nearest
 from requestzero.settings import OverflowSettings
 
 OWN_OPTIONS = (
@@ -65,19 +65,9 @@ NOT_APPLICABLE = {
 }
 
 
-def nearest(name: str, known: Any) -> str:
-    """`` Did you mean 'x'?`` for the known name that is most like ``name``, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that differ from their defaults: LightningCLI passes every default on as if given."""
-    return {
-        name: value
-        for name, value in options.items()
-        if value is not DEFAULTS[name] and value != DEFAULTS[name]
-    }
+    return {name: value for name, value in options.items() if value is not DEFAULTS[name] and value != DEFAULTS[name]}
 
 
 def check_options(options: Mapping[str, Any]) -> None:

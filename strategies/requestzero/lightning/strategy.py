@@ -155,8 +155,7 @@ class RequestZeRO(DeepSpeedStrategy):
                 strategy_registry.register(
                     f"{cls.strategy_name}_{stage}" + "_offload" * offload,
                     cls,
-                    description=f"Request-safe DeepSpeed ZeRO {stage}"
-                    + " with the optimizer on the CPU" * offload,
+                    description=f"Request-safe DeepSpeed ZeRO {stage}" + " with the optimizer on the CPU" * offload,
                     override=True,
                     stage=stage,
                     offload_optimizer=offload,
@@ -327,7 +326,7 @@ class RequestZeRO(DeepSpeedStrategy):
         lr_scheduler: LRScheduler | ReduceLROnPlateau | None = None,
     ) -> tuple[Any, Optimizer]:
         """Lightning's version calls ``deepspeed.initialize``, with no device rank on the CPU."""
-        from requestzero.initialize import initialize
+        from requestzero.initialization import initialize
 
         engine, zero_optimizer, _, _ = initialize(
             args=self._deepspeed_args(),
@@ -497,9 +496,7 @@ class RequestZeRO(DeepSpeedStrategy):
     def discard_window(self, reason: str) -> None:
         """Forget the open window, if there is one, and warn."""
         if self.window_open:
-            rank_zero_warn(
-                f"RequestZeRO discards an open update window of {self._describe_window()}: {reason}."
-            )
+            rank_zero_warn(f"RequestZeRO discards an open update window of {self._describe_window()}: {reason}.")
             self._discard()
 
     def _discard(self) -> None:

@@ -22,8 +22,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     Raises:
         ImportError: the installed DeepSpeed is not supported.
         ValueError: the configuration cannot be read, or asks for stage 0 or 3, ZenFlow, a pipeline module, DeepCompile
-        or
-            the hybrid engine.
+            or the hybrid engine.
     """
     require_supported_deepspeed()
     import deepspeed

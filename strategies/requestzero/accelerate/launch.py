@@ -1,0 +1,119 @@
+"""What ``accelerate launch`` passes on to the processes that it starts, as DeepSpeed keys.
+
+Written for Accelerate 1.15. It passes everything in environment variables; those of its config file and of its flags
+are the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from typing import Any
+
+from requestzero.accelerate.sources import AUTO, Source, put
+from requestzero.deepspeed_config import Config, load_config
+
+NONE = "none"
+PACKAGE_PREFIX = "pkg://"
+
+
+def _number(kind: type) -> Callable[[str], Any]:
+    return lambda text: text if text == AUTO else kind(text)
+
+
+# Variable -> (Accelerate's name of the option, DeepSpeed key, how to read it, the value that says nothing).
+_VARIABLES: dict[str, tuple[str, str, Callable[[str], Any], str | None]] = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("zero_stage", "zero_optimization.stage", _number(int), None),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
+        "offload_optimizer_device",
+        "zero_optimization.offload_optimizer.device",
+        str,
+        None,
+    ),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (
+        "offload_param_device",
+        "zero_optimization.offload_param",
+        str,
+        NONE,
+    ),
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": (
+        "zero3_save_16bit_model",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        str,
+        "false",
+    ),
+    "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", "gradient_clipping", _number(float), NONE),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        "gradient_accumulation_steps",
+        "gradient_accumulation_steps",
+        _number(int),
+        None,
+    ),
+}
+
+
+def launched_sources(environ: Mapping[str, str]) -> list[Source]:
+    """One source for each option of ``accelerate launch`` that was given, and one for the DeepSpeed file it names.
+
+    Raises:
+        ValueError: a variable has a value that cannot be read, or the file cannot.
+        FileNotFoundError: the file does not exist.
+    """
+    sources = []
+    for variable, (option, key, read, nothing) in _VARIABLES.items():
+        text = environ.get(variable)
+        if text is not None and text != nothing:
+            sources.append(_single(variable, option, key, text, read))
+    precision = launched_precision(environ)
+    if precision is not None:
+        sources.append(Source(f"accelerate's mixed_precision={precision!r}", precision_config(precision)))
+    name = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", NONE)
+    if name != NONE:
+        sources.append(Source(f"the DeepSpeed file {name!r}", load_named(name, "accelerate's deepspeed_config_file")))
+    return sources
+
+
+def _single(variable: str, option: str, key: str, text: str, read: Callable[[str], Any]) -> Source:
+    config: Config = {}
+    try:
+        put(config, key, read(text))
+    except ValueError:
+        raise ValueError(f"${variable}={text!r} is not allowed: accelerate's {option} has to be a number.") from None
+    return Source(f"accelerate's {option}", config)
+
+
+def launched_precision(environ: Mapping[str, str]) -> str | None:
+    """``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"`` where ``accelerate launch`` was told one.
+
+    It passes ``"no"`` on also where nobody has said anything, unless its config file did.
+    """
+    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    in_file = "mixed_precision" in environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    return precision if precision != "no" or in_file else None
+
+
+def precision_config(precision: str) -> Config:
+    """The DeepSpeed keys of Accelerate's ``mixed_precision``.
+
+    Raises:
+        ValueError: another precision than ``"no"``, ``"bf16"`` and ``"fp16"``.
+    """
+    if precision not in ("no", "bf16", "fp16"):
+        raise ValueError(f"mixed_precision={precision!r} is not possible with ZeRO 1 and 2 here: use no, bf16 or fp16.")
+    return {name: {"enabled": name == precision} for name in ("bf16", "fp16")}
+
+
+def load_named(name: Any, source: str) -> Config:
+    """A DeepSpeed config: a file by path or by ``pkg://package/path`` within an installed package, or an object.
+
+    Raises:
+        ValueError: it cannot be read.
+        FileNotFoundError: it does not exist.
+    """
+    if not isinstance(name, str) or not name.startswith(PACKAGE_PREFIX):
+        return load_config(name, source)
+    package, _, path = name.removeprefix(PACKAGE_PREFIX).partition("/")
+    try:
+        return load_config(str(files(package).joinpath(path)), source)
+    except ModuleNotFoundError:
+        raise FileNotFoundError(f"{source} names {name!r}, and there is no package {package!r}.") from None
