@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from ranks import RankGroup
+
+# What DeepSpeed compiles on first use (DeepSpeedCPUAdam) is kept beside the checkout: two environments that share one
+# folder rebuild each other's, and wait without end for the lock of a build that was killed.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "torch_extensions"))
 
 
 def _group(world_size: int) -> Iterator[RankGroup]:

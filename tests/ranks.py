@@ -8,13 +8,17 @@ gloo.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 
@@ -34,15 +38,23 @@ class RankGroup:
         """Call ``function(*args, **kwargs)`` on every rank; one result per rank."""
         if not self._workers:
             self._start()
-        for _, pipe in self._workers:
-            pipe.send((function, args, kwargs))
         try:
+            self._send((function, args, kwargs))
             results = self._collect(time.monotonic() + timeout, function.__name__, timeout)
         except RankError:
             self.stop()
             raise
         assert len(results) == self.world_size
         return [results[rank] for rank in range(self.world_size)]
+
+    def _send(self, call: Any) -> None:
+        for rank, (_, pipe) in enumerate(self._workers):
+            try:
+                pipe.send(call)
+            except OSError:
+                raise RankError(
+                    f"rank {rank} has died since the last call (exit code {self._exit_code(rank)})"
+                ) from None
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
@@ -76,8 +88,18 @@ class RankGroup:
             raise RankError("\n".join(f"--- {name} on rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
         missing = sorted(set(range(self.world_size)) - set(results))
         if missing:
-            raise RankError(f"{name}: ranks {missing} were not done after {timeout:.0f} s")
+            raise RankError(
+                f"{name}: ranks {missing} were not done after {timeout:.0f} s\n"
+                + "\n".join(f"--- rank {rank} was at:\n{self._stack(rank)}" for rank in missing)
+            )
         return results
+
+    def _stack(self, rank: int) -> str:
+        """Where a rank that does not answer is now."""
+        assert self._folder is not None
+        os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return Path(self._folder.name, f"stack-{rank}").read_text()
 
     def _exit_code(self, rank: int) -> int | None:
         process = self._workers[rank][0]
@@ -97,6 +119,26 @@ class RankGroup:
 
 
 def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
+    try:
+        _join(rank, world_size, rendezvous)
+    except BaseException:
+        pipe.recv()
+        pipe.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*args, **kwargs)))
+        except BaseException:
+            with contextlib.suppress(OSError):  # the group has been stopped
+                pipe.send((False, traceback.format_exc()))
+
+
+def _join(rank: int, world_size: int, rendezvous: str) -> None:
+    faulthandler.register(signal.SIGUSR1, open(Path(rendezvous).with_name(f"stack-{rank}"), "w"))  # noqa: SIM115
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # DeepSpeed's Muon compiles for minutes what three small matrices need
     import torch
@@ -121,12 +163,3 @@ def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> No
             world_size=world_size,
             verbose=False,
         )
-    while True:
-        try:
-            function, args, kwargs = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((True, function(*args, **kwargs)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))

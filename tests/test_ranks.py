@@ -37,10 +37,11 @@ def misbehave(how: str) -> int:
     [
         ("raise", "misbehave on rank 1:(.|\n)*KeyError: 'on rank one only'"),
         ("die", r"misbehave on rank 1:\nthe process died \(exit code 7\)"),
-        ("hang", r"misbehave: ranks \[0, 1\] were not done after 12 s"),
+        ("hang", r"misbehave: ranks \[0, 1\] were not done after 12 s(.|\n)*rank 1 was at:(.|\n)*in misbehave"),
     ],
 )
 def test_a_failing_rank_fails_the_test(group: RankGroup, how: str, message: str) -> None:
+    assert group.run(misbehave, "no") == [0, 1]  # starting takes longer on a busy machine than the time allowed below
     start = time.monotonic()
     with pytest.raises(RankError, match=message):
         group.run(misbehave, how, timeout=12)

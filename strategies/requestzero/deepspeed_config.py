@@ -5,6 +5,7 @@ Light on purpose (no torch, no DeepSpeed), so that every error comes before a pr
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import os
@@ -23,21 +24,21 @@ def load_config(config: Any, source: str = "config") -> Config:
     """The configuration as a new dictionary that shares nothing with what was given.
 
     Args:
-        config: a mapping, an OmegaConf object, a path to a JSON or YAML file, or ``None`` (an empty configuration).
+        config: a mapping, an OmegaConf object, a path to a JSON or YAML file, a base64-encoded JSON text (DeepSpeed
+            takes one too), or ``None`` (an empty configuration).
         source: how error messages name the argument.
 
     Raises:
-        ValueError: not one of these, or the file does not hold a mapping.
+        ValueError: not one of these, a value is missing (``???``), or the file does not hold a mapping.
         FileNotFoundError: the file does not exist.
     """
     if config is None:
         return {}
     if isinstance(config, (str, os.PathLike)):
-        return _load_file(Path(config), source)
+        encoded = _decode(config) if isinstance(config, str) and not Path(config).suffix else None
+        return _load_file(Path(config), source) if encoded is None else encoded
     if _is_omegaconf(config):
-        from omegaconf import OmegaConf
-
-        config = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        config = _resolve(config, source)
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     raise ValueError(
@@ -50,13 +51,34 @@ def _is_omegaconf(config: Any) -> bool:
     return type(config).__module__.split(".")[0] == "omegaconf"
 
 
+def _resolve(config: Any, source: str) -> Any:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{source} cannot be resolved: {error}") from error
+
+
+def _decode(text: str) -> Config | None:
+    """The mapping that ``text`` encodes, or ``None`` where it is something else, such as a path."""
+    try:
+        loaded = json.loads(base64.b64decode(text, altchars=b"-_", validate=True))
+    except ValueError:
+        return None
+    return loaded if isinstance(loaded, dict) else None
+
+
 def _load_file(path: Path, source: str) -> Config:
     if not path.is_file():
         raise FileNotFoundError(f"{source} names the file {str(path)!r}, which does not exist.")
+    import hjson
+
     text = path.read_text(encoding="utf-8")
     try:
-        # JSON first: a YAML reader would let a doubled key pass and read 1e-5 as text.
-        loaded = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else _load_yaml(path)
+        # Not by the YAML reader, for which JSON's tabs are errors. With comments, as DeepSpeed reads it.
+        loaded = hjson.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else _load_yaml(path, source)
     except ValueError as error:
         raise ValueError(f"{source} names the file {str(path)!r}, which cannot be read: {error}") from error
     if not isinstance(loaded, dict):
@@ -74,13 +96,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> Config:
     return dict(pairs)
 
 
-def _load_yaml(path: Path) -> Any:
+def _load_yaml(path: Path, source: str) -> Any:
     import yaml
     from omegaconf import OmegaConf
 
     try:
         # OmegaConf reads 1e-5 as a number and refuses doubled keys, unlike a bare YAML reader.
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=True, throw_on_missing=True)
+        return _resolve(OmegaConf.load(path), source)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     except OSError as error:

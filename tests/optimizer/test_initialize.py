@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,8 @@ def test_the_configuration_is_given_once() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", "{", "cannot be read: Expecting property name"),
+        ("a.json", "{", "cannot be read"),
+        ("a.yaml", "a: ${b}", "cannot be read: ds cannot be resolved"),
         ("a.json", '{"x": 1, "x": 2}', "the key 'x' stands twice"),
         ("a.json", "[1]", "holds list instead of a mapping"),
         ("a.yaml", "a: [", "cannot be read"),
@@ -141,6 +143,18 @@ def test_missing_file_and_wrong_type(tmp_path: Path) -> None:
         load_config(tmp_path / "none.json", "ds")
     with pytest.raises(ValueError, match="ds is of type list: give a dict, an OmegaConf object, or the path"):
         load_config([1], "ds")
+
+
+def test_json_with_comments_and_encoded_json(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{\n\t"a": 1  # a comment\n}')
+    assert load_config(tmp_path / "a.json") == {"a": 1}
+    encoded = base64.urlsafe_b64encode(json.dumps({"zero_optimization": {"stage": 1}}).encode()).decode()
+    assert load_config(encoded) == {"zero_optimization": {"stage": 1}}
+
+
+def test_missing_values() -> None:
+    with pytest.raises(ValueError, match=r"ds cannot be resolved: Missing mandatory value: a"):
+        load_config(OmegaConf.create({"a": "???"}), "ds")
 
 
 def test_yaml_reads_exponents_as_numbers(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from counting import Operators
 from ranks import RankGroup
-from windows import LR, Micro, Setup, backward, build, masters, reference
+from windows import LR, Fp16OnCpu, Micro, Setup, backward, build, masters, reference
 
 ALL = (True,) * 5
 PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
@@ -122,12 +122,13 @@ def host_reads(setup: Setup, requestzero: bool) -> tuple[list[int], int]:
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("accum", ["bf16", "fp32"])
-def test_no_host_read_in_backward_and_one_in_step(
+def test_no_host_read_in_backward_and_at_most_one_in_step(
     two_ranks: RankGroup, stage: int, offload: bool, check: bool, accum: str, clip: float
 ) -> None:
     config = {"bf16": {"enabled": True, "check_grad_overflow": check}, "gradient_clipping": clip}
     setup = Setup(stage=stage, offload=offload, model="bf16", accum=accum, config=config)
-    assert two_ranks.run(host_reads, setup, True) == [([0, 0, 0], 1)] * 2
+    reads = 1 if check or clip else 0  # nothing looks at the gradient where the check is off
+    assert two_ranks.run(host_reads, setup, True) == [([0, 0, 0], reads)] * 2
 
 
 def test_stock_reads_the_host_per_parameter(two_ranks: RankGroup) -> None:
@@ -139,25 +140,6 @@ def test_stock_reads_the_host_per_parameter(two_ranks: RankGroup) -> None:
 
 
 # --- fp16 -----------------------------------------------------------------------------------------------------------
-
-
-class Fp16OnCpu:
-    """DeepSpeed's CPU accelerator refuses fp16 although torch computes it: open that one gate."""
-
-    def __enter__(self) -> None:
-        from deepspeed.accelerator import get_accelerator
-
-        kind = type(get_accelerator())
-        self._patches = [
-            patch.object(kind, "is_fp16_supported", lambda self: True),
-            patch.object(kind, "supported_dtypes", lambda self: [torch.float32, torch.bfloat16, torch.float16]),
-        ]
-        for each in self._patches:
-            each.start()
-
-    def __exit__(self, *details: Any) -> None:
-        for each in self._patches:
-            each.stop()
 
 
 class OneWeight(torch.nn.Module):

@@ -8,10 +8,13 @@ hands to the step are views of them, not copies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from typing_extensions import override
 
 from requestzero.optimizer.windowed import WindowedOptimizer
@@ -60,15 +63,7 @@ class DeviceSum(WindowedOptimizer):
                 continue
             sums = self.window.device_sums[group_idx]
             self.all_grad_tensors[group_idx] = [total / self.loss_scale for total in sums]
-            self.averaged_gradients[group_idx] = super().get_flat_partition(
-                self.params_in_partition[group_idx],
-                self.first_offset[group_idx],
-                self.partition_size[group_idx],
-                dtype=self.gradient_accumulation_dtype,
-                device=sums[0].device,
-                param_group_idx=group_idx,
-                return_tensor_list=True,
-            )
+            self.averaged_gradients[group_idx] = self._partition_of_sums(super().get_flat_partition, group_idx)
 
     @override
     def get_all_grad_tensors(self, tensor_list: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -93,6 +88,12 @@ class DeviceSum(WindowedOptimizer):
             self.window.end_request()
 
     @override
+    def clear_backward_seen_flag(self) -> None:
+        """Without dropping ``grad_accum``: what an epilogue has reduced is cleared there, the rest is still to come."""
+        self._epilogue_ran_this_backward = False
+        super().clear_backward_seen_flag()
+
+    @override
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Also harmless when nothing has come since the last request end."""
         if not self.window.request_open:
@@ -100,6 +101,41 @@ class DeviceSum(WindowedOptimizer):
         super().finalize_gradient_accumulation_boundary()
         self.all_grad_tensors.update(self.window.device_sums)
         self.window.end_request()
+
+    @override
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Also move the sums that parameters split between ranks keep behind the views of them."""
+        super().offload_states(*args, **kwargs)
+        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
+            self._move_sums("cpu")
+
+    @override
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Also make what the step reads views of the sums again, which moving has made copies of."""
+        moved = OffloadStateTypeEnum.lp_grads in self.offloaded_states
+        super().reload_states(non_blocking)
+        if moved:
+            self._move_sums(get_accelerator().current_device_name())
+            for group_idx in self.window.device_sums:
+                if self.averaged_gradients.get(group_idx) is not None:
+                    self.averaged_gradients[group_idx] = self._partition_of_sums(self.get_flat_partition, group_idx)
+
+    def _move_sums(self, device: str) -> None:
+        for sums in self.window.device_sums.values():
+            for total in sums:
+                total.data = total.data.to(device)
+
+    def _partition_of_sums(self, flatten: Callable[..., Any], group_idx: int) -> Any:
+        """What ``flatten``, a version of ``get_flat_partition``, makes of the group's ``all_grad_tensors``."""
+        return flatten(
+            self.params_in_partition[group_idx],
+            self.first_offset[group_idx],
+            self.partition_size[group_idx],
+            dtype=self.gradient_accumulation_dtype,
+            device=get_accelerator().current_device_name(),
+            param_group_idx=group_idx,
+            return_tensor_list=True,
+        )
 
     @override
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class RequestZeROEngine(DeepSpeedEngine):
         """Discard the open window, at every stage."""
         super().zero_grad()
         self.optimizer.zero_grad()
+        self._unmanaged_backward_count = 0
 
     @override
     def step(self, lr_kwargs: dict[str, Any] | None = None, *, divisor: float = 1.0) -> None:
@@ -93,19 +94,32 @@ class RequestZeROEngine(DeepSpeedEngine):
 
         Raises:
             ValueError: the divisor is not a positive finite number.
+            RuntimeError: on all ranks, if they give different divisors (seen where ``step`` reads the norm: not with
+                ``compute_grad_norm: false``, nor in bf16 with the overflow check and clipping off).
         """
-        if not (isinstance(divisor, (int, float)) and math.isfinite(divisor) and divisor > 0):
+        number = isinstance(divisor, Real) and not isinstance(divisor, bool)
+        fp32 = torch.finfo(torch.float32)
+        if not (number and fp32.tiny <= divisor <= fp32.max):
             raise ValueError(
-                f"divisor={divisor!r} is not allowed: use a positive finite number, the same on all ranks."
+                f"divisor={divisor!r} is not allowed: use a positive finite number in fp32's range, "
+                "the same on all ranks."
             )
         at_boundary = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         if at_boundary and not self.inside_no_sync_ctxt:
             if not self.update_window.is_open:
+                self.optimizer.discard_window()  # an interrupted backward may have left something behind
                 self._step_applied = False
                 return
             self.end_request()
             self.update_window.divisor = float(divisor)
         super().step(lr_kwargs)
+
+    @override
+    def _backward_prologue(self) -> None:
+        """Also start the count of gradient hooks anew, as a forward does: there may have been two before this."""
+        if self.optimizer._backward_active_depth == 0:
+            self.optimizer.clear_backward_seen_flag()
+        super()._backward_prologue()
 
     @override
     def _backward_epilogue(self) -> None:
@@ -176,6 +190,8 @@ class RequestZeROEngine(DeepSpeedEngine):
 
     @override
     def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's (collective); the open window is discarded first."""
-        self.zero_grad()
-        return super().load_checkpoint(load_dir, *args, **kwargs)
+        """As DeepSpeed's (collective); the open window is discarded, unless there is no checkpoint to load."""
+        loaded = super().load_checkpoint(load_dir, *args, **kwargs)
+        if loaded[0] is not None:
+            self.zero_grad()
+        return loaded

@@ -46,8 +46,7 @@ class WindowNorm(WindowedOptimizer):
     # --- scale: loss scale and divisor ------------------------------------------------------------------------------
 
     def freeze_scale(self, divisor: float) -> None:
-        """For the step at hand, take the divisor into the loss scale: norm, clipping and Muon follow it as they do
-        that.
+        """For the step at hand, take the divisor into the loss scale, which norm, clipping and Muon follow.
 
         Frozen, because ``step`` adjusts a dynamic loss scale before it unscales the gradients, which were computed with
         the scale before the adjustment.
@@ -75,7 +74,9 @@ class WindowNorm(WindowedOptimizer):
         """
         factor = float(self.loss_scale)
         if self.clip_grad > 0.0:
-            factor *= max(1.0, (float(total_norm) / factor + 1e-6) / self.clip_grad)
+            norm = float(total_norm) / factor
+            # As in DeepSpeed, a norm that is not finite (where the check is off) clips everything to nothing.
+            factor *= max(1.0, (norm + 1e-6) / self.clip_grad) if math.isfinite(norm) else math.inf
         if factor != 1.0:
             for grad in grad_groups_flat:
                 grad.data.div_(factor)
@@ -87,46 +88,83 @@ class WindowNorm(WindowedOptimizer):
         """Whether any rank's gradient is not finite (collective, one host read)."""
         if not self.compute_grad_norm:
             return bool(super().has_overflow(partition_gradients))
-        self._group_norms = self._reduce_group_norms()
+        self._group_norms = self._read_group_norms()
         return not all(map(math.isfinite, self._group_norms))
 
     @override
-    def scaled_global_norm(self, norm_type: int = 2) -> float:
+    def scaled_global_norm(self, norm_type: int = 2) -> float | torch.Tensor:
         """The norm over all groups and ranks, times loss scale and divisor; not finite where a gradient is not.
 
-        Collective where :meth:`has_overflow` has not just read it.
+        A number, or a scalar on the device where nothing has to know it now. Collective where :meth:`has_overflow` has
+        not just read it.
         """
         assert norm_type == 2, "only the 2-norm is supported"
-        norms = self._reduce_group_norms() if self._group_norms is None else self._group_norms
-        self._group_norms = None
+        if self._group_norms is None and not self._needs_norm_on_host():
+            return self._reduce_sums()[: len(self.group_indices)].sum().sqrt().float()
+        norms = self._read_group_norms() if self._group_norms is None else self._group_norms
+        self.forget_norms()
         return math.hypot(*norms)
+
+    def _needs_norm_on_host(self) -> bool:
+        """Whether ``step`` decides anything by the norm: unchecked bf16 gradients are applied unseen."""
+        unseen = self.dtype == torch.bfloat16 and not self.check_grad_overflow
+        return not unseen or self.clip_grad > 0.0 or (self.cpu_offload and not self.ignore_unused_parameters)
+
+    def forget_norms(self) -> None:
+        """What has been read describes gradients that have changed since, or are gone."""
+        self._group_norms = None
 
     @override
     def _apply_muon_updates_cpu_offload(self) -> None:
         """Also forget norms that were read before the gradients of Muon groups became updates."""
         super()._apply_muon_updates_cpu_offload()
         if any(self.is_muon_group(i) for i in self.group_indices):
-            self._group_norms = None
+            self.forget_norms()
 
-    def _reduce_group_norms(self) -> list[float]:
-        unused = [] if self.ignore_unused_parameters or not self.cpu_offload else self._unused_parameters()
-        device = get_accelerator().current_device_name()
-        count = torch.full((), len(unused), dtype=get_norm_dtype(), device=device)
-        sums = torch.stack([*map(self._local_square, self.group_indices), count])
+    def _read_group_norms(self) -> list[float]:
+        """Norm of every group over all ranks (collective, the step's one host read).
+
+        Raises:
+            AssertionError: on all ranks, if an unused parameter is not allowed and there is one.
+            RuntimeError: on all ranks, if they want to divide by different numbers.
+        """
+        *squares, unused, divisors, squared_divisors, ranks = self._reduce_sums().tolist()
+        if unused:
+            raise AssertionError(
+                f"{int(unused)} parameter shards received no gradient in this update window (on this rank: "
+                f"{', '.join(self._unused_parameters()) or 'none'}), and zero_optimization.ignore_unused_parameters is "
+                "false: set it to true, or let every parameter take part."
+            )
+        rounding = 1e-12 if get_norm_dtype() == torch.double else 1e-5
+        if ranks * squared_divisors - divisors**2 > rounding * divisors**2:
+            raise RuntimeError(
+                f"The ranks divide the update window by different numbers (this rank by {self.window.divisor:g}, on "
+                f"average by {divisors / ranks:g}): have all of them run the same micro-batches, and give step() the "
+                "same divisor."
+            )
+        return [math.sqrt(square) for square in squares]
+
+    def _reduce_sums(self) -> torch.Tensor:
+        """Summed over ranks, on the device: every group's squared norm, then what all ranks have to agree on.
+
+        That is the number of unused parameter shards where these are not allowed, and the divisor, its square and 1.
+        """
+        groups = len(self.group_indices)
+        sums = torch.zeros(groups + 4, dtype=get_norm_dtype(), device=get_accelerator().current_device_name())
+        for group_idx in self.group_indices:
+            sums[group_idx] = self._local_square(group_idx)
+        if self.cpu_offload and not self.ignore_unused_parameters:
+            sums[groups] = len(self._unused_parameters())
+        sums[groups + 1] = self.window.divisor
+        sums[groups + 2] = self.window.divisor**2
+        sums[groups + 3] = 1
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=sums, op=dist.ReduceOp.SUM)
         if self.has_moe_layers:
-            norms = list(sums[:-1].sqrt().to(self.device))
+            norms = list(sums[:groups].sqrt().to(self.device))
             self._average_expert_grad_norms(norms)
-            sums[:-1] = torch.stack(norms).square()
-        *squares, unused_anywhere = sums.tolist()
-        if unused_anywhere:
-            raise AssertionError(
-                f"{int(unused_anywhere)} parameter shards received no gradient in this update window (on this rank: "
-                f"{', '.join(unused) or 'none'}), and zero_optimization.ignore_unused_parameters is false: set it "
-                "to true, or let every parameter take part."
-            )
-        return [math.sqrt(square) for square in squares]
+            sums[:groups] = torch.stack(norms).square()
+        return sums
 
     def _unused_parameters(self) -> list[str]:
         """Names of owned parameters without a gradient in this window. Counted over all ranks, so that all fail."""

@@ -41,6 +41,7 @@ class GradientFragments:
         if partition is None:
             # A copy that is still under way would be missed by a read, and would overwrite a write.
             self._optimizer._wait_for_offload_copies()
+            self._optimizer.adopt_host_gradient(param)
         return self._optimizer.owned_slice(param, partition)
 
     def clear(self) -> None:
@@ -142,8 +143,7 @@ class HostSum(WindowedOptimizer):
             self._publish(group_idx)
         self.window.unpublished.clear()
         for param_id in self.grad_position.keys() - self.window.on_host:
-            self.owned_slice(self.param_dict[param_id]).zero_()
-            self.window.on_host.add(param_id)
+            self._start_on_host(param_id)
 
     def _publish(self, group_idx: int) -> None:
         partition, host = self.resident_partition(group_idx), self.host_gradient(group_idx)
@@ -191,6 +191,24 @@ class HostSum(WindowedOptimizer):
         """Called when a user has set a gradient: what was judged in backward no longer holds. Reads nothing."""
         self.window.edited = True
         self.window.unpublished.update(i for i in self.group_indices if self.resident_partition(i) is not None)
+
+    def adopt_host_gradient(self, param: torch.Tensor) -> None:
+        """Make the host gradient hold the open window's sum for ``param``: zero, if it has not taken part yet.
+
+        What an earlier window left there is neither read as this one's nor mixed with what the user sets.
+        """
+        if not self.window.is_open or self.get_param_id(param) in self.window.on_host:
+            return
+        group_idx = self.grad_position[self.get_param_id(param)][0]
+        whole = self._use_compact_grad_partition_buffer(group_idx)
+        for each in self.params_in_partition[group_idx] if whole else [param]:
+            self._start_on_host(self.get_param_id(each))
+
+    def _start_on_host(self, param_id: int) -> None:
+        """Begin a parameter's sum on the host, at zero; a partition that is built later starts from what is there."""
+        self.owned_slice(self.param_dict[param_id]).zero_()
+        self.window.on_host.add(param_id)
+        self.window.published.add(self.grad_position[param_id][0])
 
     def judge_unjudged(self) -> None:
         """Before the step: norms of what no request end has judged, or a user has set, from the host gradient."""

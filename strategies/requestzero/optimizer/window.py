@@ -1,4 +1,7 @@
-"""The state of one update window: everything that lives from one optimizer step to the next, in one object."""
+"""The state of one update window, in one object: what this package knows from one optimizer step to the next.
+
+DeepSpeed's own fields (``averaged_gradients``, ``all_grad_tensors``, ``norm_for_param_grads``) hold the tensors.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,10 @@ class WindowedOptimizer(DeepSpeedZeroOptimizer):
         return getattr(self.averaged_gradients.get(group_idx), "flat_partition", None)
 
     def grad_partition_bytes(self) -> int:
-        """Bytes of the gradient partition that this rank holds on the accelerator now."""
+        """Bytes of the gradient partition that this rank holds on the accelerator now.
+
+        Nominal: elements owned times element size. On the device a parameter that is split between ranks is held whole.
+        """
         return sum(
             int(self.partition_size[i]) * self._sum_element_size(i)
             for i in self.group_indices

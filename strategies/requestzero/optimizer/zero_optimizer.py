@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
 from requestzero.optimizer.device_sum import DeviceSum
@@ -29,11 +30,19 @@ class RequestZeROOptimizer(HostSum, DeviceSum, WindowNorm):
     def step(self, closure: Any = None) -> None:
         """Apply the window's sum, divided by ``window.divisor``, or skip it if it is not finite (collective).
 
-        Without a finished request there is nothing to apply: weights and optimizer state stay as they are.
+        Without a backward there is nothing to apply: weights and optimizer state stay as they are.
+
+        Raises:
+            RuntimeError: a request is still open (the engine's ``step`` ends it first).
         """
-        if not self._has_something_to_apply():
-            self.discard_window()
+        # Decided by what every rank has done alike, not by what a rank owns: it may own nothing but padding.
+        if not self.window.is_open:
             return
+        if self.window.request_open:
+            raise RuntimeError(
+                f"optimizer.step() with an open request ({self.window.micro_batches} micro-batches in this window): "
+                "call engine.step(), which ends it, or engine.end_request() before."
+            )
         self.freeze_scale(self.window.divisor)
         try:
             if self.cpu_offload:
@@ -46,11 +55,6 @@ class RequestZeROOptimizer(HostSum, DeviceSum, WindowNorm):
         if isinstance(self._global_grad_norm, float):
             self._global_grad_norm = torch.tensor(self._global_grad_norm)  # a tensor, as DeepSpeed gives
         self.discard_window()
-
-    def _has_something_to_apply(self) -> bool:
-        if self.cpu_offload:
-            return bool(self.window.on_host or self.window.unpublished)
-        return any(self.averaged_gradients.get(i) is not None for i in self.group_indices)
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -70,10 +74,14 @@ class RequestZeROOptimizer(HostSum, DeviceSum, WindowNorm):
             self.norm_for_param_grads.clear()
             self.accumulated_grads_in_cpu.clear()
         self._abandon_reduction()
+        self.forget_norms()
         self.window = UpdateWindow()
 
     def _abandon_reduction(self) -> None:
         """Empty the buckets and the backward's state, in case an exception has interrupted a backward."""
+        if any(bucket.elements for bucket in self.ipg_buckets.values()):
+            # Interrupted: what is still under way on another stream must not meet memory that is used anew.
+            get_accelerator().synchronize()
         for bucket in self.ipg_buckets.values():
             bucket.clear()
         self.extra_large_param_to_reduce.clear()
