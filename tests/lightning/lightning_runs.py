@@ -1,5 +1,4 @@
-"""One small training run per call, on the ranks that call it, with everything a test wants to compare
-recorded.
+"""One small training run per call, on the ranks that call it, with everything a test wants to compare recorded.
 
 The model's gradient is the batch itself, so that every sum, mean and weight is exact in fp32 as long as the
 data are small binary fractions; the ranks get different data.
@@ -67,8 +66,7 @@ def batch_value(index: int, rank: int) -> torch.Tensor:
 
 
 class Stream:
-    """A loader that numbers its batches over all epochs: epoch 0 has 0 to n - 1, epoch 1 has n to 2n - 1,
-    ..."""
+    """A loader that numbers its batches over all epochs: epoch 0 has 0 to n - 1, epoch 1 has n to 2n - 1, ..."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -100,8 +98,7 @@ class Stream:
 
 
 class StatefulStream(Stream):
-    """Also resumes: within an epoch from its state, at an epoch's start from ``set_epoch``, as Lightning
-    wants it."""
+    """Also resumes: within an epoch from its state, at an epoch's start from ``set_epoch``, as Lightning wants it."""
 
     @property
     def sampler(self) -> StatefulStream:
@@ -248,8 +245,7 @@ def recording(model: Model) -> list[str]:
         return hook
 
     for name in HOOKS:
-        # An instance attribute: what Lightning calls, without being an override in a class that it would warn
-        # of.
+        # An instance attribute: what Lightning calls, without being an override in a class that it would warn of.
         object.__setattr__(model, name, wrap(name))
     return calls
 
@@ -394,8 +390,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def error_of(run: Run) -> str:
-    """The error that training as ``run`` says ends with; the ranks stay usable, since all of them raise
-    it."""
+    """The error that training as ``run`` says ends with; the ranks stay usable, since all of them raise it."""
     try:
         train(run)
     except Exception as error:

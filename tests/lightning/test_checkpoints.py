@@ -52,8 +52,7 @@ def periodic(directory: Path, **options: Any) -> ModelCheckpoint:
     ids=["stage1", "stage2", "stage2_offload"],
 )
 def test_resumed_run_is_identical(two_ranks: RankGroup, tmp_path: Path, options: dict[str, Any]) -> None:
-    """AdamW on a curved loss with dropout, uneven requests; resumed in the middle of an epoch, at an
-    update."""
+    """AdamW on a curved loss with dropout, uneven requests; resumed in the middle of an epoch, at an update."""
     precision = "bf16-true" if options.get("offload_optimizer") else "32-true"
     options = {**options, "config": {"zero_force_ds_cpu_optimizer": False}}
     spec: dict[str, Any] = {
@@ -86,8 +85,7 @@ def test_resumed_run_is_identical(two_ranks: RankGroup, tmp_path: Path, options:
 
 @pytest.mark.parametrize("where", ["epoch_end", "validation"])
 def test_resume_at_an_epochs_end_and_after_validation(two_ranks: RankGroup, tmp_path: Path, where: str) -> None:
-    """10 batches with windows of 4: the epoch's end follows a short window; validation is due inside one,
-    after 6."""
+    """10 batches with windows of 4: the epoch's end follows a short window; validation is due inside one, after 6."""
     spec: dict[str, Any] = {
         "batches": 10,
         "stateful": True,
@@ -108,6 +106,58 @@ def test_resume_at_an_epochs_end_and_after_validation(two_ranks: RankGroup, tmp_
         assert got["updates"] == want["updates"][steps[0] :]
         assert got["optimizer"] == want["optimizer"]
         assert (got["global_step"], got["applied"]) == (want["global_step"], want["applied"]) == (9, 9)
+
+
+def collate(items: list[int]) -> dict[str, Any]:
+    from lightning_runs import batch_value
+
+    return {"x": sum(batch_value(item, 0) for item in items), "index": items[0]}
+
+
+def no_loss(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {**inputs, "x": 0.0 * inputs["x"]}
+
+
+def train_on_requests(directory: str, ckpt_path: str | None = None) -> dict[str, Any]:
+    """Train with the loader of this package: shuffled requests of 1 to 5 items, two to an update."""
+    import torch
+    from lightning_runs import CurvedModel, ListLogger, Updates, build_trainer, optimizer_state, weights
+
+    from requestzero import RequestLoader
+
+    torch.manual_seed(7)
+    numbers = iter(range(100))
+    requests = [[next(numbers) for _ in range(size)] for size in (3, 1, 5, 2, 4, 2, 1)]
+    loader = RequestLoader(requests, collate, micro_batch_size=1, filler=no_loss, seed=3)
+    run = Run(optimizer="adamw", trainer={"accumulate": 2, "max_epochs": 3, "max_steps": 10}, root=directory)
+    updates = Updates()
+    saving = ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    run.callbacks = [saving]
+    trainer = build_trainer(run, ListLogger(), [updates, saving])
+    model = CurvedModel(run)
+    trainer.fit(model, loader, ckpt_path=ckpt_path)
+    return {
+        "updates": updates.rows,
+        "seen": model.seen,
+        "weights": weights(model),
+        "optimizer": optimizer_state(trainer),
+        "counters": (trainer.global_step, trainer.current_epoch),
+    }
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_resume_with_request_loader(two_ranks: RankGroup, tmp_path: Path, step: int) -> None:
+    """After 2 and 6 updates in the middle of an epoch, after 4 at its end; the order of requests goes on, too."""
+    whole = two_ranks.run(train_on_requests, str(tmp_path / "whole"))
+    resumed = two_ranks.run(train_on_requests, str(tmp_path / "rest"), str(tmp_path / f"whole/step={step}.ckpt"))
+    for want, got in zip(whole, resumed, strict=True):
+        assert len(want["updates"]) == 10
+        assert got["updates"] == want["updates"][step:]
+        assert got["seen"] == want["seen"][len(want["seen"]) - len(got["seen"]) :]
+        assert len(got["seen"]) < len(want["seen"])
+        assert [got[key] for key in ("weights", "optimizer", "counters")] == [
+            want[key] for key in ("weights", "optimizer", "counters")
+        ]
 
 
 def test_skipped_updates_are_counted_over_a_resume(two_ranks: RankGroup, tmp_path: Path) -> None:
@@ -152,8 +202,7 @@ def test_save_on_exception_holds_the_last_update(two_ranks: RankGroup, tmp_path:
 
 
 def evaluate_again(path: str, root: str) -> list[Any]:
-    """Validate, test and predict with the checkpoint, in a Trainer that has never trained, then train and
-    test."""
+    """Validate, test and predict with the checkpoint, in a Trainer that has never trained, then train and test."""
     from lightning_runs import ListLogger, Model, Stream, build_trainer, weights
 
     run = Run(options={"stage": 2}, trainer={"max_epochs": 4}, root=root)
@@ -184,3 +233,48 @@ def test_evaluation_loads_the_weights(two_ranks: RankGroup, tmp_path: Path) -> N
         assert validated == tested == [{"val_loss": pytest.approx(sum(predicted) / 2)}]
         assert after != loaded
         assert tested_again != tested
+
+
+def evaluate_a_part() -> list[int]:
+    """How many batches each loop takes of six."""
+    from lightning_runs import ListLogger, Model, Stream, build_trainer
+
+    limits = {"limit_val_batches": 1, "limit_test_batches": 2, "limit_predict_batches": 0.5}
+    run = Run(trainer={**limits, "accumulate": 4}, batches=4)
+    trainer = build_trainer(run, ListLogger(), [])
+    model = Model(run)
+    counts = []
+    trainer.fit(model, Stream(run), Stream(Run(batches=6)))
+    counts.append([name for name, _ in model.seen].count("validate"))
+    for evaluate in (trainer.validate, trainer.test):
+        model.seen = []
+        evaluate(model, Stream(Run(batches=6)), verbose=False)
+        counts.append(len(model.seen))
+    predicted = trainer.predict(model, Stream(Run(batches=6)))
+    return [*counts, len(predicted or []), trainer.global_step]
+
+
+def test_limits_of_evaluation(one_rank: RankGroup) -> None:
+    assert one_rank.run(evaluate_a_part) == [[1, 1, 2, 3, 1]]
+
+
+def resume_with_foreign_random_states(directory: str) -> list[str]:
+    """Train one epoch, then another from its checkpoint, which has the random states of two ranks; the warnings.
+
+    DeepSpeed loads the checkpoint of another number of ranks in its universal format only.
+    """
+    from unittest import mock
+
+    from requestzero.lightning import rng
+
+    spec: dict[str, Any] = {"batches": 4, "stateful": True, "schedule": False}
+    collect = rng.collect
+    with mock.patch.object(rng, "collect", lambda device: collect(device) * 2):
+        train(Run(callbacks=[ModelCheckpoint(directory, "end")], **spec))
+    result = train(Run(trainer={"max_epochs": 2}, ckpt_path=f"{directory}/end.ckpt", **spec))
+    return list(result["warnings"])
+
+
+def test_random_states_of_another_number_of_ranks(one_rank: RankGroup, tmp_path: Path) -> None:
+    texts = one_rank.run(resume_with_foreign_random_states, str(tmp_path))[0]
+    assert any("holds the random states of 2 ranks and this run has 1" in text for text in texts)

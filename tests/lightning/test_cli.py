@@ -68,9 +68,16 @@ trainer:
         zero_optimization: {{stage: 1, overlap_comm: false}}
 """
     )
-    settings = strategy_of("--config", str(path)).settings
+    settings = strategy_of("--config", str(path), "--trainer.precision=bf16-true").settings
     assert (settings.stage, settings.offload_optimizer, settings.grad_accum_dtype) == (1, True, "fp32")
     assert settings.retain_gpu_grad_partition_until_step is True
+
+
+def test_parameters_that_the_parser_adds_do_not_contradict_config() -> None:
+    """The file says stage 1, and the parser passes ``stage=2`` on, the default."""
+    config = '{"zero_optimization": {"stage": 1}}'
+    settings = strategy_of(f"--trainer.strategy={CLASS_PATH}", f"--trainer.strategy.config={config}").settings
+    assert settings.stage == 1
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,16 @@ class LeavesOneOut(Stream):
         return None if index == 1 else super()._batch(index)
 
 
+class LeavesLastOut(Stream):
+    def _batch(self, index: int) -> Any:
+        return None if index % self.run.batches == self.run.batches - 1 else super()._batch(index)
+
+
+class WithoutOptimizer(Model):
+    def configure_optimizers(self) -> None:
+        return None
+
+
 def fit(model: type[Model], run: Run, stream: type[Stream] = Stream, loop: bool = False) -> dict[str, Any]:
     """Train; the error, the warnings, and the updates."""
     trainer = build_trainer(run, ListLogger(), [])
@@ -67,13 +77,16 @@ def fit(model: type[Model], run: Run, stream: type[Stream] = Stream, loop: bool 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer.fit(module, stream(run))
+            trainer.fit(module, stream(run), Stream(Run(batches=2)) if run.validate else None)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
     return {
         "error": error,
         "warnings": [str(item.message) for item in caught],
         "global_step": trainer.global_step,
+        "applied": getattr(trainer.strategy, "applied_updates", None),
+        "skipped": getattr(trainer.strategy, "skipped_updates", None),
+        "seen": [name for name, _ in module.seen],
         "weights": torch.cat([module.first.detach(), module.second.detach()]).tolist(),
     }
 
@@ -90,6 +103,11 @@ MARKS: list[tuple[bool, bool | None]] = [(True, None)] * 4
             "configure_optimizers returns a learning-rate scheduler and config has one under 'scheduler'",
         ),
         (WithScheduler, Run(batches=4, marks=MARKS), "frequency=2, which Lightning counts in batches"),
+        (
+            Model,
+            Run(options={"config": {"optimizer": {"type": "Adam"}}}),
+            "config has an 'optimizer', and configure_optimizers returns one that would never be used",
+        ),
         (WithLBFGS, Run(), "LBFGS calls its closure several times a step"),
         (TakesIterator, Run(), "training_step(dataloader_iter) takes its batches itself"),
         (
@@ -146,6 +164,40 @@ def test_loader_that_yields_none(one_rank: RankGroup) -> None:
     assert result["weights"] == (start - 0.5 * mean - 0.5 * (second + 0.5 * mean)).tolist()
 
 
+def test_epoch_whose_last_batch_is_none_is_validated(one_rank: RankGroup) -> None:
+    run = Run(batches=4, trainer={"accumulate": 2, "max_epochs": 2}, schedule=False, validate=True)
+    result = one_rank.run(fit, Model, run, LeavesLastOut)[0]
+    assert result["error"] == ""
+    assert result["seen"] == (["train"] * 3 + ["validate"] * 2) * 2
+    assert result["global_step"] == 2
+    assert sum("the epoch ends inside it" in text for text in result["warnings"]) == 2
+
+
+class AlwaysNone(Model):
+    """Leaves both micro-batches of the first of two windows out."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx < 2 else loss
+
+
+def test_window_without_gradients_is_counted_as_attempted_only(one_rank: RankGroup) -> None:
+    result = one_rank.run(fit, AlwaysNone, Run(batches=4, trainer={"accumulate": 2}, schedule=False))[0]
+    assert [result[key] for key in ("error", "global_step", "applied", "skipped")] == ["", 2, 1, 0]
+
+
+def test_optimizer_in_config_alone(one_rank: RankGroup) -> None:
+    optimizer = {"type": "Adam", "params": {"lr": 0.25, "weight_decay": 0.0, "torch_adam": True}}
+    run = Run(batches=1, options={"config": {"optimizer": optimizer}})
+    result = one_rank.run(fit, WithoutOptimizer, run)[0]
+    assert (result["error"], result["global_step"]) == ("", 1)
+    # Adam's first step moves every weight by the learning rate.
+    start = torch.tensor([0.0, 1.0, 2.0, -2.0, -1.0, 0.0, 1.0, 2.0])
+    moved = (torch.tensor(result["weights"]) - start).abs()
+    assert moved[moved > 0].tolist() == pytest.approx([0.25] * int((moved > 0).sum()), rel=1e-5)
+    assert (moved > 0).any()
+
+
 def test_stateful_loader_without_length_warns(one_rank: RankGroup) -> None:
     result = one_rank.run(fit, Model, Run(batches=4), WithoutLength)[0]
     assert result["global_step"] == 4
@@ -192,6 +244,39 @@ def fit_twice() -> tuple[int, ...]:
     trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_progress.current.processed + 1
     trainer.fit(Model(run), Stream(run))
     return (*first, trainer.global_step, strategy.applied_updates)
+
+
+def test_clipping_may_change_between_two_fits(one_rank: RankGroup) -> None:
+    """What the first fit has put into the config is not the user's."""
+    assert one_rank.run(fit_with_other_clipping) == [(0.5, 0.25, 0.0, 4, 1)]
+
+
+def fit_with_other_clipping() -> tuple[Any, ...]:
+    run = Run(trainer={"gradient_clip_val": 0.5}, batches=2, schedule=False)
+    trainer: Trainer = build_trainer(run, ListLogger(), [])
+    strategy: Any = trainer.strategy
+    clipping = []
+    for value in (0.5, 0.25, None):
+        trainer.gradient_clip_val = value
+        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_progress.current.processed + 1
+        trainer.fit(Model(run), Stream(run))
+        clipping.append(strategy.engine.gradient_clipping())
+    items = [{"x": torch.ones(4, 8), "index": 0}]
+    loader: Any = torch.utils.data.DataLoader(items, batch_size=4)
+    sizes = []
+    for source in (loader, Stream(run)):
+        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_progress.current.processed + 1
+        trainer.fit(Unbatched(run), source)
+        sizes.append(strategy.engine.train_micro_batch_size_per_gpu())
+    return (*clipping, *sizes)
+
+
+class Unbatched(Model):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self(batch["x"].flatten()[:8])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
 
 
 def test_error_in_training_step_is_the_error(one_rank: RankGroup) -> None:

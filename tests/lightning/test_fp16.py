@@ -20,8 +20,7 @@ def train_in_fp16(run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
 @pytest.mark.parametrize("loss_scale", [{"loss_scale": 8.0}, {"initial_scale_power": 3, "loss_scale_window": 2}])
 def test_update_is_that_of_fp32(two_ranks: RankGroup, precision: str, loss_scale: dict[str, Any]) -> None:
-    """Every second update doubles the dynamic scale: the window is still divided by the one that it was made
-    with."""
+    """Every second update doubles the dynamic scale: the window is still divided by the one that it was made with."""
     spec: dict[str, Any] = {"schedule": False, "optimizer": "sgd"}
     want = two_ranks.run(train, Run(trainer={"accumulate": 2}, **spec))
     run = Run(options=loss_scale, trainer={"accumulate": 2, "precision": precision}, **spec)

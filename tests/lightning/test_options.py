@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import logging
 from pathlib import Path
@@ -17,7 +19,8 @@ from omegaconf import OmegaConf
 
 from requestzero import OverflowSettings
 from requestzero.lightning import RequestZeRO
-from requestzero.lightning.options import DEFAULTS, LOSS_SCALE_OPTIONS, NOT_APPLICABLE
+from requestzero.lightning.options import DEFAULTS, LOSS_SCALE_OPTIONS, NOT_APPLICABLE, OWN_OPTIONS
+from requestzero.settings import RequestZeROSettings
 
 
 def trainer(strategy: RequestZeRO, **options: Any) -> Trainer:
@@ -212,7 +215,63 @@ def test_equal_values_in_two_places() -> None:
             {"config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}},
             r"offload_optimizer\.device='nvme' does not apply",
         ),
-        ({"config": {"zero_optimization": {"reduce_bucket_size": -1}}}, r"reduce_bucket_size"),
+        (
+            {"config": {"zero_optimization": {"reduce_bucket_size": -1}}},
+            r"zero_optimization\.reduce_bucket_size=-1 in config is not allowed",
+        ),
+        (
+            {"config": {"zero_optimization": {"retain_gpu_grad_partition_until_step": True}}},
+            r"retain_gpu_grad_partition_until_step=True does not apply without optimizer offload",
+        ),
+        (
+            {"config": {"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}},
+            r"zero_optimization\.offload_optimizer=\{'pin_memory': True\} names no device",
+        ),
+        (
+            {"stage": 2, "config": {"zero_optimization": {"stage": 1}}},
+            r"zero_optimization\.stage is 2 in the arguments of RequestZeRO and 1 in config",
+        ),
+        (
+            {"offload_optimizer": False, "config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
+            r"offload_optimizer\.device is 'none' in the arguments of RequestZeRO and 'cpu' in config",
+        ),
+        (
+            {"overlap_comm": True, "config": {"zero_optimization": {"overlap_comm": False}}},
+            r"zero_optimization\.overlap_comm is True in the arguments of RequestZeRO and False in config",
+        ),
+        (
+            {
+                "retain_gpu_grad_partition_until_step": False,
+                "offload_optimizer": True,
+                "config": {"zero_optimization": {"retain_gpu_grad_partition_until_step": True}},
+            },
+            r"retain_gpu_grad_partition_until_step is False in the arguments .* and True in config",
+        ),
+        (
+            {"loss_scale": 0, "overflow": {"loss_scale": 4.0}},
+            r"loss_scale is 0 as an argument of RequestZeRO and 4\.0 in overflow",
+        ),
+        (
+            {"config": {"data_types": {"grad_acum_dtype": "fp32"}}},
+            r"data_types\.grad_acum_dtype in config is no option .* Did you mean 'grad_accum_dtype'\?",
+        ),
+        (
+            {"config": {"activation_checkpointing": {"partitioned_activations": True}}},
+            r"activation_checkpointing\.partitioned_activations in config .* Did you mean 'partition_activations'\?",
+        ),
+        (
+            {"config": {"fp16": {"loss_scale_windw": 10}}},
+            r"fp16\.loss_scale_windw in config is no option .* Did you mean 'loss_scale_window'\?",
+        ),
+        (
+            {"config": {"bf16": {"check_overflow": False}}},
+            r"bf16\.check_overflow in config is no option .* Did you mean 'check_grad_overflow'\?",
+        ),
+        ({"config": {"nebula": {}}}, r"'nebula' in config is not possible: Nebula checkpointing has been removed"),
+        (
+            {"config": {"zero_optimization": {"mics_shard_size": 2}}},
+            r"zero_optimization\.mics_shard_size in config is not possible: MiCS ZeRO-3 sharding has been removed",
+        ),
         ({"config": 3}, r"config is of type int"),
     ],
 )
@@ -234,12 +293,11 @@ def test_unknown_option() -> None:
 def another(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
-    return value + 1 if isinstance(value, (int, float)) else "nvme"
+    return value + 2 if isinstance(value, (int, float)) else "nvme"
 
 
 def test_no_option_of_deepspeed_strategy_is_ignored() -> None:
-    """Each of its options either changes the strategy or its DeepSpeed config, or is refused with a
-    reason."""
+    """Each of its options either changes the strategy or its DeepSpeed config, or is refused with a reason."""
     plain = RequestZeRO(offload_optimizer=True)
     checked = 0
     for name, default in DEFAULTS.items():
@@ -275,11 +333,114 @@ def test_logging_level_reaches_deepspeed() -> None:
     assert logger.level == logging.WARNING
 
 
-def test_defaults_given_explicitly_give_way_to_config() -> None:
-    """LightningCLI passes every default; that must not contradict a config file."""
+def all_arguments() -> dict[str, Any]:
+    """What LightningCLI passes where the user says nothing."""
+    own = inspect.signature(RequestZeRO.__init__).parameters
     simple = {name: value for name, value in DEFAULTS.items() if name not in ("precision_plugin", "accelerator")}
-    strategy = RequestZeRO(stage=2, **simple, config={"zero_optimization": {"stage": 1, "overlap_comm": False}})
-    assert strategy.settings.stage == 1
+    return {**{name: own[name].default for name in OWN_OPTIONS}, **simple}
+
+
+def test_an_argument_that_is_not_given_gives_way_to_config() -> None:
+    config = {"zero_optimization": {"stage": 1, "overlap_comm": False, "offload_optimizer": {"device": "cpu"}}}
+    for arguments in ({}, all_arguments()):
+        strategy = RequestZeRO(**{**arguments, "config": config})
+        assert (strategy.settings.stage, strategy.settings.offload_optimizer) == (1, True)
+        assert strategy.config is not None
+        assert strategy.config["zero_optimization"]["overlap_comm"] is False
+    with pytest.raises(ValueError, match=r"overlap_comm is True in config|overlap_comm is .* and True in config"):
+        RequestZeRO(
+            **{**all_arguments(), "overlap_comm": False, "config": {"zero_optimization": {"overlap_comm": True}}}
+        )
+
+
+class Derived(RequestZeRO):
+    """A constructor of its own, which passes the default of ``stage`` on."""
+
+    def __init__(self, level: int = 2, **options: Any) -> None:
+        super().__init__(stage=level, **options)
+
+
+def test_constructor_of_a_derived_class() -> None:
+    assert Derived(config={"zero_optimization": {"stage": 1}}).settings.stage == 1
+    assert Derived(1, reduce_bucket_size=8).settings.stage == 1
+    with pytest.raises(ValueError, match=r"stage is 1 in the arguments of RequestZeRO and 2 in config"):
+        Derived(1, config={"zero_optimization": {"stage": 2}})
+
+
+def test_strategy_can_be_copied() -> None:
+    strategy = copy.deepcopy(RequestZeRO(1, overlap_comm=False))
+    assert (strategy.settings.stage, strategy.config) == (1, RequestZeRO(1, overlap_comm=False).config)
+
+
+def test_positional_order() -> None:
+    strategy = RequestZeRO(1, True, True, "fp32", "sum", {"check_grad_overflow": False}, {"gradient_clipping": 2})
+    assert strategy.settings == RequestZeROSettings(
+        stage=1,
+        offload_optimizer=True,
+        retain_gpu_grad_partition_until_step=True,
+        grad_accum_dtype="fp32",
+        normalization="sum",
+        overflow=OverflowSettings(check_grad_overflow=False),
+    )
+    assert strategy.config is not None
+    assert strategy.config["gradient_clipping"] == 2
+
+
+CLIPPING = r"gradient_clipping={} in config is not allowed: use the largest norm"
+BUCKET = r"use a whole number above 0, in elements"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": {"gradient_clipping": -1.0}}, CLIPPING.format(r"-1\.0")),
+        ({"config": {"gradient_clipping": "1"}}, CLIPPING.format("'1'")),
+        ({"config": {"gradient_clipping": True}}, CLIPPING.format("True")),
+        (
+            {"config": {"communication_data_type": "float32"}},
+            r"communication_data_type='float32' in config is not allowed: use 'fp16', 'bf16' or 'fp32'",
+        ),
+        (
+            {"config": {"seq_parallel_communication_data_type": 32}},
+            r"seq_parallel_communication_data_type=32 in config is not allowed",
+        ),
+        ({"config": {"data_types": {"param_dtype": "fp8"}}}, r"data_types\.param_dtype='fp8' in config is not allowed"),
+        ({"config": {"fp16": {"hysteresis": "two"}}}, r"fp16\.hysteresis='two' in config is not allowed"),
+        ({"config": {"bf16": {"enabled": "perhaps"}}}, r"bf16\.enabled='perhaps' in config is not allowed"),
+        (
+            {"config": {"zero_optimization": {"overlap_comm": "perhaps"}}},
+            r"zero_optimization\.overlap_comm='perhaps' in config is not allowed",
+        ),
+        (
+            {"config": {"zero_optimization": {"allgather_bucket_size": 7}}},
+            r"zero_optimization\.allgather_bucket_size=7 in config is not allowed: use an even whole number",
+        ),
+        (
+            {"config": {"zero_optimization": {"allgather_bucket_size": 0}}},
+            r"zero_optimization\.allgather_bucket_size=0 in config is not allowed",
+        ),
+        ({"overlap_comm": 1}, r"overlap_comm=1 is not allowed: use true or false"),
+        ({"partition_activations": "yes"}, r"partition_activations='yes' is not allowed: use true or false"),
+        ({"reduce_bucket_size": 0}, r"reduce_bucket_size=0 is not allowed: " + BUCKET),
+        ({"reduce_bucket_size": 2e8}, r"reduce_bucket_size=200000000\.0 is not allowed: " + BUCKET),
+        ({"allgather_bucket_size": 7}, r"allgather_bucket_size=7 is not allowed: use an even whole number"),
+        ({"logging_batch_size_per_gpu": 0}, r"logging_batch_size_per_gpu=0 is not allowed"),
+    ],
+)
+def test_values_are_checked_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RequestZeRO(**options)
+
+
+def test_values_as_deepspeed_reads_them() -> None:
+    """Not refused: its own spellings."""
+    config = {
+        "communication_data_type": "FP32",
+        "gradient_clipping": 0,
+        "data_types": {"param_dtype": "bfloat16"},
+        "zero_optimization": {"reduce_bucket_size": 5e8},
+    }
+    assert RequestZeRO(config=config).config is not None
 
 
 @pytest.mark.parametrize(
@@ -308,6 +469,16 @@ def test_defaults_given_explicitly_give_way_to_config() -> None:
         ),
         ("bf16-true", {"config": {"bf16": {"enabled": False}}}, r"bf16\.enabled is False in config"),
         ("bf16-true", {"config": {"fp16": {"enabled": True}}}, r"fp16\.enabled is True in config"),
+        (
+            "32-true",
+            {"retain_gpu_grad_partition_until_step": True, "offload_optimizer": True, "grad_accum_dtype": "fp32"},
+            r"does nothing with Trainer\(precision='32-true'\) .* needs fp32 accumulation on a 16-bit model",
+        ),
+        (
+            "bf16-true",
+            {"retain_gpu_grad_partition_until_step": True, "offload_optimizer": True},
+            r"does nothing with Trainer\(precision='bf16-true'\) and grad_accum_dtype=None: it needs",
+        ),
         ("16-true", {}, r"precision='16-true'\) is not possible on cpu, where DeepSpeed refuses fp16"),
         ("16-mixed", {}, r"precision='16-mixed'\) is not possible on cpu"),
         ("64-true", {}, r"precision='64-true'.*is not supported"),

@@ -52,8 +52,7 @@ def test_bit_for_bit(two_ranks: RankGroup, options: dict[str, Any], accumulate: 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_three_requests_within_rounding(two_ranks: RankGroup, optimizer: str) -> None:
-    """DDP divides every loss by 3, here the sum is divided once: equal to a few units in the last place of
-    fp32."""
+    """DDP divides every loss by 3, here the sum is divided once: equal to a few units in the last place of fp32."""
     spec = {"trainer": {"accumulate": 3, "max_epochs": EPOCHS}, "model": "curved", "optimizer": optimizer}
     reference, ours = ddp(two_ranks, **spec), two_ranks.run(train, Run(**spec))
     for want, got in zip(reference, ours, strict=True):
@@ -65,9 +64,16 @@ def test_three_requests_within_rounding(two_ranks: RankGroup, optimizer: str) ->
         assert got["calls"] == want["calls"]
 
 
-def test_clipping_acts_on_the_mean(two_ranks: RankGroup) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipping_acts_on_the_mean(two_ranks: RankGroup, stage: int, offload: bool) -> None:
     spec = {"trainer": {"accumulate": 4, "max_epochs": EPOCHS, "gradient_clip_val": 0.5}}
-    reference, ours = ddp(two_ranks, **spec)[0], two_ranks.run(train, Run(**spec))[0]
+    options = {
+        "stage": stage,
+        "offload_optimizer": offload,
+        "config": {"zero_force_ds_cpu_optimizer": False},
+    }
+    reference, ours = ddp(two_ranks, **spec)[0], two_ranks.run(train, Run(options=options, **spec))[0]
     assert all(row["norm"] > 0.5 for row in ours["updates"])
     for expected, row in zip(reference["updates"], ours["updates"], strict=True):
         # clip_grad_norm_ adds 1e-6 to the norm that it divides by.
@@ -76,8 +82,7 @@ def test_clipping_acts_on_the_mean(two_ranks: RankGroup) -> None:
 
 
 def test_stock_strategy_makes_smaller_updates(two_ranks: RankGroup) -> None:
-    """What all of the above is about: Lightning's own strategy divides by ``accumulate_grad_batches``
-    twice."""
+    """What all of the above is about: Lightning's own strategy divides by ``accumulate_grad_batches`` twice."""
     spec = {"trainer": {"accumulate": 4}, "schedule": False}
     want = ddp(two_ranks, **spec)[0]["updates"][0]["weights"]
     stock = two_ranks.run(train, Run(strategy="stock", **spec))[0]["updates"][0]["weights"]
@@ -101,8 +106,7 @@ def test_sum_is_not_divided(two_ranks: RankGroup) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_bf16(two_ranks: RankGroup, precision: str) -> None:
-    """The masters are fp32, so that with data that bf16 holds the updates are those of fp32, rounded when
-    read."""
+    """The masters are fp32, so that with data that bf16 holds the updates are those of fp32, rounded when read."""
     options = {"grad_accum_dtype": "fp32", "stage": 1}
     spec: dict[str, Any] = {"trainer": {"accumulate": 4, "precision": precision}, "schedule": False}
     want = two_ranks.run(train, Run(trainer={"accumulate": 4}, schedule=False))
@@ -113,8 +117,7 @@ def test_bf16(two_ranks: RankGroup, precision: str) -> None:
 
 
 def test_nan_window_is_skipped_and_counted(two_ranks: RankGroup) -> None:
-    """A skipped update counts as attempted; neither weights, nor the schedule, nor the applied counter
-    move."""
+    """A skipped update counts as attempted; neither weights, nor the schedule, nor the applied counter move."""
     clean = two_ranks.run(train, Run(trainer={"accumulate": 2, "max_epochs": 1}))
     ours = two_ranks.run(train, Run(trainer={"accumulate": 2, "max_epochs": 1}, nan_batches=(2,)))
     for want, got in zip(clean, ours, strict=True):

@@ -39,8 +39,7 @@ def start(*arguments: str, timeout: float = 240.0) -> str:
 
 @pytest.mark.parametrize(("strategy", "devices"), [("object", 2), ("request_zero_1", 1)])
 def test_script(tmp_path: Path, strategy: str, devices: int) -> None:
-    """Four requests of 2, 6, 4 and 2 items, two to an update: means of 2 ones and 6 twos, of 4 threes and 2
-    fours."""
+    """Four requests of 2, 6, 4 and 2 items, two to an update: means of 2 ones and 6 twos, of 4 threes and 2 fours."""
     start(strategy, str(devices), str(tmp_path))
     weight = -(7 / 4 + 10 / 3)
     assert len(list(tmp_path.glob("rank*.txt"))) == devices

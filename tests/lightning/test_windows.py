@@ -15,8 +15,7 @@ LR, MOMENTUM = 0.5, 0.5
 
 
 def reference(windows: list[list[int]], divide: bool = True) -> list[list[float]]:
-    """Weights after every update of plain SGD, fp64, on the mean over two ranks of the batches of each
-    window."""
+    """Weights after every update of plain SGD, fp64, on the mean over two ranks of the batches of each window."""
     weights, velocity, result = list(START), [0.0] * 8, []
     for window in windows:
         for i in range(8):
@@ -42,8 +41,7 @@ def discards(result: dict[str, Any]) -> list[str]:
 
 
 def test_short_last_window_is_stepped(two_ranks: RankGroup) -> None:
-    """5 batches an epoch, 2 requests per update, 3 epochs: 9 updates (stock DeepSpeed makes 7 and reports
-    6)."""
+    """5 batches an epoch, 2 requests per update, 3 epochs: 9 updates (stock DeepSpeed makes 7 and reports 6)."""
     results = two_ranks.run(train, Run(batches=5, trainer={"accumulate": 2, "max_epochs": 3}, schedule=False))
     windows = [[0, 1], [2, 3], [4], [5, 6], [7, 8], [9], [10, 11], [12, 13], [14]]
     check(results, windows, 5)
@@ -87,8 +85,7 @@ REQUESTS: list[tuple[bool, bool | None]] = [
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_requests_of_several_micro_batches(two_ranks: RankGroup, stage: int) -> None:
-    """``accumulate_grad_batches`` counts requests: micro-batches 0-2 and 3-6 make a window of two requests
-    each."""
+    """``accumulate_grad_batches`` counts requests: micro-batches 0-2 and 3-6 make a window of two requests each."""
     spec = Run(
         batches=7,
         marks=REQUESTS,
@@ -126,6 +123,41 @@ def test_windows_marked_by_the_loader(two_ranks: RankGroup, normalization: str) 
     check(results, windows, 7, divide=normalization == "mean")
 
 
+PER_UPDATE = (
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "lr_scheduler_step",
+)
+
+
+@pytest.mark.parametrize(
+    ("marks", "accumulate", "updates"),
+    [(REQUESTS, 2, ["TTT", "TTTT"]), (MARKED, 1, ["TTT", "TTT", "T"])],
+    ids=["requests of several micro-batches", "windows marked by the loader"],
+)
+def test_hooks_and_schedule_go_by_windows(
+    two_ranks: RankGroup, marks: list[tuple[bool, bool | None]], accumulate: int, updates: list[str]
+) -> None:
+    spec = Run(batches=7, marks=marks, trainer={"accumulate": accumulate, "max_epochs": 2})
+    for got in two_ranks.run(train, spec):
+        calls = [name for name in got["calls"] if name in PER_UPDATE or name == "on_before_backward"]
+        want: list[str] = []
+        for window in updates * 2:
+            # Lightning runs the last micro-batch's closure within optimizer_step.
+            first, last = len(window) == 1, len(window) - 1
+            opening = ["on_before_zero_grad", "optimizer_zero_grad", "on_before_backward"]
+            want += [] if first else [*opening, *["on_before_backward"] * (last - 1)]
+            want += ["optimizer_step", *(opening if first else ["on_before_backward"])]
+            want += ["on_before_optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"]
+        assert calls == want
+        # The schedule halves the learning rate after every second update.
+        count = 2 * len(updates)
+        assert [row["lr"] for row in got["updates"]] == [0.5 * 0.5 ** (update // 2) for update in range(1, count + 1)]
+
+
 def test_epoch_that_ends_inside_a_request_warns(two_ranks: RankGroup) -> None:
     spec = Run(
         batches=4, marks=[(True, None), (True, None), (False, None), (False, None)],
@@ -137,8 +169,7 @@ def test_epoch_that_ends_inside_a_request_warns(two_ranks: RankGroup) -> None:
 
 
 def test_validation_waits_for_the_window(two_ranks: RankGroup) -> None:
-    """Due after batches 3, 6, 9 and 12, with windows of 4: after batches 4, 8 and 12, and the updates are
-    unchanged."""
+    """Due after batches 3, 6, 9 and 12, with windows of 4: after batches 4, 8 and 12, and the updates are unchanged."""
     plain = Run(trainer={"accumulate": 4}, schedule=False)
     checked = Run(
         trainer={"accumulate": 4, "val_check_interval": 3, "num_sanity_val_steps": 2},
@@ -199,8 +230,7 @@ def test_max_steps_counts_updates(two_ranks: RankGroup) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_manual_optimization(two_ranks: RankGroup, stage: int) -> None:
-    """Each batch is a request, ``opt.step()`` applies the window, ``zero_grad()`` after it changes
-    nothing."""
+    """Each batch is a request, ``opt.step()`` applies the window, ``zero_grad()`` after it changes nothing."""
     options = {"stage": stage}
     results = two_ranks.run(train, Run(manual="every_third", options=options, schedule=False))
     check(results, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]], 12)
@@ -235,6 +265,35 @@ def test_manual_windows_and_requests(two_ranks: RankGroup) -> None:
     results = two_ranks.run(train, Run(manual="two_requests", schedule=False))
     # Three have ended when the step comes; the fourth ends with it.
     assert results[0]["requests"] == [3] * 6
+
+
+def order(result: dict[str, Any]) -> str:
+    return "".join({"train": "T", "validate": "V"}[name] for name, _ in result["seen"])
+
+
+def test_epoch_that_ends_inside_a_manual_window_is_validated(two_ranks: RankGroup) -> None:
+    """The open window is discarded before the validation at the epoch's end, which does not move to the next epoch."""
+    spec = Run(manual="marked", marks=MARKED, batches=7, schedule=False, validate=True, trainer={"max_epochs": 2})
+    results = two_ranks.run(train, spec)
+    assert [order(got) for got in results] == ["TTTTTTTVV" * 2] * 2
+    first, second = discards(results[0])
+    assert "1 micro-batches, 1 ended requests (epoch 0, after update 2): the epoch ends inside it" in first
+    assert "(epoch 1, after update 4): the epoch ends inside it" in second
+    check(results, [[0, 1, 2], [3, 4, 5], [7, 8, 9], [10, 11, 12]], 7)
+    # The discarded windows are no updates in the log either.
+    assert [step for step, values in results[0]["logged"] if "loss" in values] == [0, 1, 2, 3]
+
+
+def test_validation_due_in_a_window_that_the_epoch_leaves(two_ranks: RankGroup) -> None:
+    """It is not made up for in the next epoch, whose first window ends before a validation is due."""
+    spec = Run(
+        batches=8,
+        trainer={"accumulate": 4, "max_epochs": 2, "val_check_interval": 5},
+        callbacks=[SkipRestOfEpoch],
+        schedule=False,
+        validate=True,
+    )
+    assert order(two_ranks.run(train, spec)[0]) == "TTTTT" * 2
 
 
 @pytest.mark.parametrize(

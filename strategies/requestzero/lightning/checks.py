@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -70,6 +71,18 @@ def check_optimizer(optimizer: Optimizer, scheduler: LRSchedulerConfig | None, c
     if scheduler is not None and "scheduler" in config:
         raise ValueError(
             "configure_optimizers returns a learning-rate scheduler and config has one under 'scheduler': keep one."
+        )
+
+
+def check_config_optimizer(trainer: pl.Trainer) -> None:
+    """Raise ValueError for an optimizer of ``configure_optimizers`` that the one in the config would replace.
+
+    Lightning insists on the method; that it returns ``None`` leaves the choice to the config.
+    """
+    if call._call_lightning_module_hook(trainer, "configure_optimizers") is not None:
+        raise ValueError(
+            "config has an 'optimizer', and configure_optimizers returns one that would never be used, nor would its "
+            "learning-rate scheduler: leave 'optimizer' out of config, or have configure_optimizers return None."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -17,9 +17,8 @@ from requestzero.deepspeed_config import (
     load_config,
     merge_configs,
     overflow_to_config,
-    settings_to_config,
 )
-from requestzero.deepspeed_keys import check_top_level_keys, check_zero_section, wants_offload
+from requestzero.deepspeed_keys import check_top_level_keys, check_values, check_zero_section, wants_offload
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 ARGUMENTS = "the arguments of RequestZeRO"
@@ -101,34 +100,47 @@ def _check_loop_keys(config: Config, source: str) -> None:
         )
 
 
-def build_config(
-    settings: RequestZeROSettings, defaults: Config, arguments: Config, user: Config, source: str
-) -> Config:
+def build_config(defaults: Config, given: Config, overflow: OverflowSettings, user: Config, source: str) -> Config:
     """The DeepSpeed config: Lightning's defaults, then the arguments that were given and the user's keys.
 
     Args:
-        settings: from our own arguments.
         defaults: see :func:`default_config`.
-        arguments: Lightning's translation of all arguments.
+        given: the keys of the arguments that were given.
+        overflow: from the arguments; their keys depend on the precision, so they are only compared.
         user: the user's config, and ``source`` its place.
 
     Raises:
-        ValueError: a key has one value in the arguments and another in ``user``, or does not apply to ZeRO 1
-            and 2.
+        ValueError: a key has one value in the arguments and another in ``user``, does not apply to ZeRO 1 and 2,
+            or has a value that is not allowed.
     """
-    given = _overlay(_changes(defaults, arguments), _settings_given(settings))
-    merge_configs(_overflow_sections(settings.overflow), user, "overflow", source)
-    chosen = merge_configs(given, user, ARGUMENTS, source)
-    config = _overlay(defaults, chosen)
+    merge_configs(_overflow_sections(overflow), user, "overflow", source)
+    config = _overlay(defaults, merge_configs(given, user, ARGUMENTS, source))
     check_supported(config)
     check_zero_section(user, source)
+    check_values(user, source)
     return config
 
 
-def _settings_given(settings: RequestZeROSettings) -> Config:
-    config = settings_to_config(settings)
-    if settings.stage == RequestZeROSettings.stage:
-        del config["zero_optimization"]["stage"]
+def settings_given(settings: RequestZeROSettings, given: Collection[str], user: Config, source: str) -> Config:
+    """The DeepSpeed keys of those settings that are among the arguments ``given``.
+
+    Raises:
+        ValueError: ``offload_optimizer=False`` was given, and the user's config asks for offload.
+    """
+    zero: Config = {}
+    if "stage" in given:
+        zero["stage"] = settings.stage
+    if RETAIN_OPTION in given:
+        zero[RETAIN_OPTION] = settings.retain_gpu_grad_partition_until_step
+    if settings.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    elif "offload_optimizer" in given and wants_offload(user):
+        # Not written into the config otherwise: a section without offload would say nothing.
+        no_offload: Config = {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
+        merge_configs(no_offload, user, ARGUMENTS, source)
+    config: Config = {"zero_optimization": zero}
+    if settings.grad_accum_dtype is not None:
+        config["data_types"] = {"grad_accum_dtype": settings.grad_accum_dtype}
     return config
 
 
@@ -138,19 +150,6 @@ def _overflow_sections(overflow: OverflowSettings) -> Config:
         "fp16": overflow.loss_scale_options(),
         "bf16": {} if check is None else {"check_grad_overflow": check},
     }
-
-
-def _changes(base: Config, changed: Config) -> Config:
-    """The part of ``changed`` that is not in ``base`` with the same value."""
-    result: Config = {}
-    for key, value in changed.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            part = _changes(base[key], value)
-            if part:
-                result[key] = part
-        elif key not in base or base[key] != value:
-            result[key] = value
-    return result
 
 
 def _overlay(base: Config, top: Config) -> Config:
@@ -205,6 +204,21 @@ def with_precision(config: Config, overflow: OverflowSettings, precision: str) -
             )
     result = _overlay(config, overflow_to_config(overflow, dtype))
     return result if dtype == "fp32" else _overlay(result, {dtype: {"enabled": True}})
+
+
+def check_retained(settings: RequestZeROSettings, precision: str) -> None:
+    """Raise ValueError where ``retain_gpu_grad_partition_until_step`` has nothing to keep.
+
+    Only with fp32 accumulation on a 16-bit model is there a device partition of its own, beside the reduced
+    gradients that go to the host.
+    """
+    sixteen_bit = PRECISIONS[precision] != "fp32"
+    if settings.retain_gpu_grad_partition_until_step and not (sixteen_bit and settings.grad_accum_dtype == "fp32"):
+        raise ValueError(
+            f"{RETAIN_OPTION}=True does nothing with Trainer(precision={precision!r}) and "
+            f"grad_accum_dtype={settings.grad_accum_dtype!r}: it needs fp32 accumulation on a 16-bit model, such as "
+            "precision='bf16-true' with grad_accum_dtype='fp32'; or leave it out."
+        )
 
 
 def with_clipping(config: Config, gradient_clip_val: float | None) -> Config:

@@ -113,7 +113,9 @@ class WindowEpochLoop(_TrainingEpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Also start without a validation that an earlier epoch has left undone, and look at the loader."""
         super().on_run_start(data_fetcher)
+        self.validation_due = False
         loaders = data_fetcher.combined_loader.flattened
         if data_fetcher.length is None and any(isinstance(loader, _Stateful) for loader in loaders):
             rank_zero_warn(
@@ -123,9 +125,14 @@ class WindowEpochLoop(_TrainingEpochLoop):
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        """Also discard a window that training is about to leave, before validation and its checkpoints."""
+        """Also discard a window that can get no step any more, before validation and its checkpoints.
+
+        Validation waits for an open window's end, so the one at the epoch's end would be lost with it.
+        """
         if self.trainer.should_stop and self.trainer.fit_loop._can_stop_early:
             _strategy(self.trainer).discard_window("training stops before the window's end")
+        elif self._num_ready_batches_reached():
+            _strategy(self.trainer).discard_window("the epoch ends inside it")
         super().on_advance_end(data_fetcher)
 
     @override

@@ -1,20 +1,19 @@
 """Which options of Lightning's ``DeepSpeedStrategy`` apply to ZeRO 1 and 2, and what they turn into.
 
-Written for Lightning 2.6, whose own strategy ignores most of its arguments without a word when ``config`` is
-given.
+Written for Lightning 2.6, whose own strategy ignores most of its arguments without a word when ``config`` is given.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from requestzero.deepspeed_keys import nearest
-from requestzero.settings import OverflowSettings
+from requestzero.deepspeed_keys import BUCKET_SIZES, check_bucket_size, nearest
+from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 OWN_OPTIONS = (
     "stage",
@@ -22,9 +21,9 @@ OWN_OPTIONS = (
     "retain_gpu_grad_partition_until_step",
     "grad_accum_dtype",
     "normalization",
-    "incomplete_window",
     "overflow",
     "config",
+    "incomplete_window",
 )
 
 DEFAULTS: dict[str, Any] = {
@@ -40,6 +39,22 @@ LOSS_SCALE_OPTIONS = (
     "hysteresis",
     "min_loss_scale",
 )
+
+CONFIG_SECTIONS = {
+    "zero_allow_untested_optimizer": (),
+    "contiguous_gradients": ("zero_optimization",),
+    "overlap_comm": ("zero_optimization",),
+    "allgather_partitions": ("zero_optimization",),
+    "reduce_scatter": ("zero_optimization",),
+    "allgather_bucket_size": ("zero_optimization",),
+    "reduce_bucket_size": ("zero_optimization",),
+    "pin_memory": ("zero_optimization", "offload_optimizer"),
+    "partition_activations": ("activation_checkpointing",),
+    "cpu_checkpointing": ("activation_checkpointing",),
+    "contiguous_memory_optimization": ("activation_checkpointing",),
+    "synchronize_checkpoint_boundary": ("activation_checkpointing",),
+}
+"""Options of ``DeepSpeedStrategy`` that are keys of a DeepSpeed config by the same name, and the section of each."""
 
 _STAGE_3 = "it belongs to ZeRO stage 3, and RequestZeRO makes stages 1 and 2 request-safe; leave it out"
 _NVME = "it is for NVMe offload, which only ZeRO stage 3 has; leave it out"
@@ -65,17 +80,12 @@ NOT_APPLICABLE = {
 }
 
 
-def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that differ from their defaults: LightningCLI passes every default on as if given."""
-    return {name: value for name, value in options.items() if value is not DEFAULTS[name] and value != DEFAULTS[name]}
-
-
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise where an option is not one of ``DeepSpeedStrategy``, or has no effect under ZeRO 1 and 2.
 
     Raises:
         TypeError: an unknown name.
-        ValueError: an option that does not apply, with the reason.
+        ValueError: an option that does not apply, with the reason, or whose value is not allowed.
     """
     for name in options:
         if name not in DEFAULTS:
@@ -83,34 +93,74 @@ def check_options(options: Mapping[str, Any]) -> None:
                 f"RequestZeRO has no option {name!r}: use its own ({', '.join(OWN_OPTIONS)}) or those of "
                 f"Lightning's DeepSpeedStrategy.{nearest(name, [*OWN_OPTIONS, *DEFAULTS])}"
             )
-    for name, value in given_options(options).items():
-        if name in NOT_APPLICABLE:
+    for name, value in options.items():
+        if name in NOT_APPLICABLE and value != DEFAULTS[name]:
             raise ValueError(f"{name}={value!r} does not apply: {NOT_APPLICABLE[name]}.")
+        _check_value(name, value)
 
 
-def check_offload_options(options: Mapping[str, Any], retain: bool, offload_optimizer: bool) -> None:
-    """Raise ValueError where an argument that is about offload was given without offload."""
-    given = {"pin_memory": options.get("pin_memory", False), "retain_gpu_grad_partition_until_step": retain}
-    for name, value in given.items():
-        if value and not offload_optimizer:
+def _check_value(name: str, value: Any) -> None:
+    if isinstance(DEFAULTS[name], bool) and not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not allowed: use true or false.")
+    if name in BUCKET_SIZES:
+        check_bucket_size(name, value, f"{name}={value!r}")
+    if name == "logging_batch_size_per_gpu" and not _is_batch_size(value):
+        raise ValueError(f"{name}={value!r} is not allowed: use a whole number above 0, or 'auto'.")
+
+
+def _is_batch_size(value: Any) -> bool:
+    return value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+
+
+def check_offload(settings: RequestZeROSettings, options: Mapping[str, Any]) -> None:
+    """Raise ValueError where an option that is about offload was given without offload.
+
+    Args:
+        settings: the effective ones, from arguments and config.
+        options: those of ``DeepSpeedStrategy``.
+    """
+    about_offload = {
+        "pin_memory": options.get("pin_memory", False),
+        "retain_gpu_grad_partition_until_step": settings.retain_gpu_grad_partition_until_step,
+    }
+    for name, value in about_offload.items():
+        if value and not settings.offload_optimizer:
             raise ValueError(
                 f"{name}={value!r} does not apply without optimizer offload: leave it out, or set "
                 "offload_optimizer=True."
             )
 
 
-def merge_loss_scale(overflow: OverflowSettings, options: Mapping[str, Any]) -> OverflowSettings:
+def options_to_config(options: Mapping[str, Any], given: Collection[str], offload_optimizer: bool) -> dict[str, Any]:
+    """The DeepSpeed keys of the options of ``DeepSpeedStrategy`` that were given."""
+    config: dict[str, Any] = {}
+    for name in options.keys() & CONFIG_SECTIONS.keys() & set(given):
+        if name == "pin_memory" and not offload_optimizer:
+            continue  # False, and there is no section of offload that could say otherwise
+        section = config
+        for key in CONFIG_SECTIONS[name]:
+            section = section.setdefault(key, {})
+        section[name] = options[name]
+    batch_size = options.get("logging_batch_size_per_gpu", "auto")
+    if batch_size != "auto":
+        config["train_micro_batch_size_per_gpu"] = batch_size
+    return config
+
+
+def merge_loss_scale(
+    overflow: OverflowSettings, options: Mapping[str, Any], given: Collection[str]
+) -> OverflowSettings:
     """``overflow`` with the loss-scale arguments of ``DeepSpeedStrategy`` that were given.
 
     Raises:
         ValueError: one of them is also in ``overflow``, with another value.
     """
-    given = {name: value for name, value in given_options(options).items() if name in LOSS_SCALE_OPTIONS}
-    for name, value in given.items():
+    values = {name: value for name, value in options.items() if name in LOSS_SCALE_OPTIONS and name in given}
+    for name, value in values.items():
         other = getattr(overflow, name)
         if other is not None and other != value:
             raise ValueError(
                 f"{name} is {value!r} as an argument of RequestZeRO and {other!r} in overflow: set it in one "
                 "place, or to the same value."
             )
-    return dataclasses.replace(overflow, **given)
+    return dataclasses.replace(overflow, **values)

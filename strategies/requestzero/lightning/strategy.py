@@ -30,10 +30,16 @@ from requestzero.lightning import checks, rng
 from requestzero.lightning import config as configs
 from requestzero.lightning.checkpoint_gate import CheckpointGate
 from requestzero.lightning.deepspeed_device import use_deepspeed_device
+from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.loops import take_over_loops
 from requestzero.lightning.marks import WindowMarks, unwrap
 from requestzero.lightning.optimizer import WindowLightningOptimizer
-from requestzero.lightning.options import check_offload_options, check_options, merge_loss_scale
+from requestzero.lightning.options import (
+    check_offload,
+    check_options,
+    merge_loss_scale,
+    options_to_config,
+)
 from requestzero.lightning.precision import RequestZeROPrecision
 from requestzero.micro_batch import MicroBatch
 from requestzero.settings import OverflowSettings, RequestZeROSettings
@@ -47,59 +53,60 @@ if TYPE_CHECKING:
 _RANDOM_STATES = "requestzero_random_states"
 
 
-class RequestZeRO(DeepSpeedStrategy):
+class RequestZeRO(DeepSpeedStrategy, NotesArguments):
     """ZeRO 1 or 2 in which every optimizer step applies exactly the sum of its window's requests.
 
-    A *request* is one or more micro-batches, an *update window* all requests between two optimizer steps.
-    Every batch is a request of one micro-batch and ``Trainer(accumulate_grad_batches=N)`` makes N requests an
-    update, unless the loader yields :class:`~requestzero.MicroBatch`, which says where requests (and windows)
-    end. The model, its hooks and callbacks see the ``inputs`` only.
+    A *request* is one or more micro-batches, an *update window* all requests between two optimizer steps. Every batch
+    is a request of one micro-batch and ``Trainer(accumulate_grad_batches=N)`` makes N requests an update, unless the
+    loader yields :class:`~requestzero.MicroBatch`, which says where requests (and windows) end. The model, its hooks
+    and callbacks see the ``inputs`` only.
 
     Who counts what:
 
-    - ``trainer.global_step``, ``max_steps``, ``log_every_n_steps``,
-      ``ModelCheckpoint(every_n_train_steps=...)`` and the hooks around the optimizer count *attempted*
-      updates: one per window. :attr:`applied_updates` leaves out those skipped for gradients that are not
-      finite (:attr:`skipped_updates`); so do schedulers with ``interval="step"``.
-    - ``batch_idx``, ``limit_train_batches``, ``val_check_interval`` and a scheduler's ``frequency`` count
-      batches (micro-batches), as in Lightning. A validation or periodic checkpoint that falls inside a window
-      waits for its end.
-    - ``trainer.estimated_stepping_batches`` is batches divided by ``accumulate_grad_batches``, so it is wrong
-      for loaders whose requests have several micro-batches, or which mark windows themselves.
+    - ``trainer.global_step``, ``max_steps``, ``log_every_n_steps``, ``ModelCheckpoint(every_n_train_steps=...)`` and
+      the hooks around the optimizer count *attempted* updates: one per window. :attr:`applied_updates` leaves out
+      those skipped for gradients that are not finite (:attr:`skipped_updates`); so do schedulers with
+      ``interval="step"``. A window in which every ``training_step`` returned ``None`` has nothing to apply or skip:
+      ``global_step`` counts it, neither of the two others does.
+    - ``batch_idx``, ``limit_train_batches``, ``val_check_interval`` and a scheduler's ``frequency`` count batches
+      (micro-batches), as in Lightning. A validation or periodic checkpoint that falls inside a window waits for its
+      end.
+    - ``trainer.estimated_stepping_batches`` is batches divided by ``accumulate_grad_batches``, so it is wrong for
+      loaders whose requests have several micro-batches, or which mark windows themselves.
 
-    The loss is not divided by ``accumulate_grad_batches``: the window's sum is divided once, by the step,
-    after which clipping and :attr:`grad_norm` apply. ``outputs["loss"]`` in hooks is the loss that
-    ``training_step`` returned.
+    The loss is not divided by ``accumulate_grad_batches``: the window's sum is divided once, by the step, after which
+    clipping and :attr:`grad_norm` apply. ``outputs["loss"]`` in hooks is the loss that ``training_step`` returned.
 
-    In manual optimization each batch is one request too, whatever its number of backwards; ``opt.step()``
-    applies the window, divided as ``normalization`` says (so do not divide the loss, or use ``"sum"``), and
-    ``opt.zero_grad()`` discards it (after a step there is nothing to discard). See also :meth:`end_request`
-    and :attr:`window_end`. A window that is left open at an epoch's end is discarded with a warning, as is
+    In manual optimization each batch is one request too, whatever its number of backwards; ``opt.step()`` applies the
+    window, divided as ``normalization`` says (so do not divide the loss, or use ``"sum"``), and ``opt.zero_grad()``
+    discards it (after a step there is nothing to discard). See also :meth:`end_request` and :attr:`window_end`. A
+    window that is left open at an epoch's end is discarded with a warning, before the epoch's last validation, as is
     one that is left early (``trainer.should_stop``, ``on_train_batch_start`` returning -1).
 
-    Checkpoints hold no pending gradients: ``trainer.save_checkpoint`` raises RuntimeError while
-    :attr:`window_open`.
+    Checkpoints hold no pending gradients: ``trainer.save_checkpoint`` raises RuntimeError while :attr:`window_open`.
 
     Args:
-        stage: See :class:`~requestzero.settings.RequestZeROSettings` for this and the options up to
-            ``overflow``.
+        stage: See :class:`~requestzero.settings.RequestZeROSettings` for this and the options up to ``overflow``.
         offload_optimizer: Master weights and optimizer step on the CPU.
-        retain_gpu_grad_partition_until_step: Trade device memory between requests for copies; needs offload.
+        retain_gpu_grad_partition_until_step: Trade device memory between requests for copies; needs offload, and fp32
+            accumulation on a 16-bit model.
         grad_accum_dtype: dtype of the window's running sum.
         normalization: What the window's sum is divided by.
-        incomplete_window: What happens to an epoch's last, shorter window (automatic optimization).
         overflow: :class:`~requestzero.settings.OverflowSettings` or a mapping of its fields.
-        config: Further DeepSpeed keys: a dict, an OmegaConf object, or the path of a JSON or YAML file.
-            Merged with the arguments; an argument that is left at its default gives way to ``config``.
-        **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something under ZeRO 1 and
-            2. Its loss-scale options are another way to write those of ``overflow``.
+        config: Further DeepSpeed keys: a mapping (a dict, an OmegaConf object), or the path of a JSON or YAML file.
+            Merged with the arguments; only an argument that is not given gives way to it. (Where all arguments are
+            given, as LightningCLI does, one that has its default's value counts as not given.)
+        incomplete_window: What happens to an epoch's last, shorter window (automatic optimization).
+        **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something under ZeRO 1 and 2. Its
+            loss-scale options are another way to write those of ``overflow``.
 
     Raises:
         ImportError: the installed DeepSpeed is not supported.
         TypeError: an unknown option.
-        ValueError: a value that is not allowed, an option that does not apply, or one that was given twice
-            with different values. What depends on the Trainer (precision, clipping) is checked when that is
-            known, before training starts.
+        ValueError: a value that is not allowed, an option that does not apply, or one that was given twice with
+            different values. What depends on the Trainer (precision, clipping) is checked when that is known, before
+            training starts.
+        FileNotFoundError: ``config`` names a file that does not exist.
     """
 
     strategy_name = "request_zero"
@@ -111,36 +118,51 @@ class RequestZeRO(DeepSpeedStrategy):
         retain_gpu_grad_partition_until_step: bool = False,
         grad_accum_dtype: str | None = None,
         normalization: str = "mean",
-        incomplete_window: str = "step",
         overflow: OverflowSettings | Mapping[str, Any] | None = None,
-        config: dict[str, Any] | str | Path | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
+        *,
+        incomplete_window: str = "step",
         **deepspeed_options: Any,
     ) -> None:
         require_supported_deepspeed()
         check_options(deepspeed_options)
-        settings = RequestZeROSettings(
-            stage=stage,
-            offload_optimizer=offload_optimizer,
-            retain_gpu_grad_partition_until_step=retain_gpu_grad_partition_until_step,
-            grad_accum_dtype=grad_accum_dtype,
-            normalization=normalization,
-            incomplete_window=incomplete_window,
-            overflow=merge_loss_scale(OverflowSettings.build(overflow), deepspeed_options),
-        )
+        own: dict[str, Any] = {
+            "stage": stage,
+            "offload_optimizer": offload_optimizer,
+            "retain_gpu_grad_partition_until_step": retain_gpu_grad_partition_until_step,
+            "grad_accum_dtype": grad_accum_dtype,
+            "normalization": normalization,
+            "overflow": overflow,
+            "incomplete_window": incomplete_window,
+        }
+        init, args, kwargs = self._call
+        del self._call
+        if init is not RequestZeRO.__init__:  # that of a derived class, which may pass on whatever it wants
+            init, args, kwargs = RequestZeRO.__init__, (), {**own, "config": config, **deepspeed_options}
+        given = given_names(init, args, kwargs)
+        own["overflow"] = merge_loss_scale(OverflowSettings.build(overflow), deepspeed_options, given)
+        settings = RequestZeROSettings(**own)
         user_config, source = configs.read_user_config(config)
         offloads = offload_optimizer or configs.wants_offload(user_config)
-        check_offload_options(deepspeed_options, retain_gpu_grad_partition_until_step, offloads)
         self.marks = WindowMarks()
         self._update_applied: bool | None = None
+        self._discarded = False  # by us, since the current batch was taken
         self._told_division = False
         self._counts = (0, 0)
         self._random_state: rng.RandomState | None = None
         self._gate: CheckpointGate | None = None
+        self._added_by_setup: frozenset[str] = frozenset()
         defaults = configs.default_config(offloads)
         super().__init__(stage=stage, offload_optimizer=offloads, config=None, **deepspeed_options)
-        assert self.config is not None
-        self.config = configs.build_config(settings, defaults, self.config, user_config, source)
+        arguments = configs.merge_configs(
+            configs.settings_given(settings, given, user_config, source),
+            options_to_config(deepspeed_options, given, offloads),
+            configs.ARGUMENTS,
+            configs.ARGUMENTS,
+        )
+        self.config = configs.build_config(defaults, arguments, settings.overflow, user_config, source)
         self.settings = configs.effective_settings(self.config, settings)
+        check_offload(self.settings, deepspeed_options)
 
     @override
     def _load_config(self, config: Any) -> None:
@@ -165,7 +187,11 @@ class RequestZeRO(DeepSpeedStrategy):
 
     @property
     def engine(self) -> RequestZeROEngine | None:
-        """The engine that trains; ``None`` outside ``Trainer.fit`` (a later ``fit`` builds a new one)."""
+        """The engine of the last ``Trainer.fit``, ``None`` before the first.
+
+        It stays after the fit; a later fit builds a new one, and an evaluation puts an engine without an optimizer
+        in its place, so that this is ``None`` again.
+        """
         from requestzero.optimizer.engine import RequestZeROEngine
 
         return self.model if isinstance(self.model, RequestZeROEngine) else None
@@ -248,6 +274,7 @@ class RequestZeRO(DeepSpeedStrategy):
         assert self.config is not None
         precision = self.precision_plugin.precision
         self.config = configs.with_precision(self.config, self.settings.overflow, precision)
+        configs.check_retained(self.settings, precision)
         checks.check_precision(precision, self.root_device)
         super()._configure_launcher()
 
@@ -277,10 +304,11 @@ class RequestZeRO(DeepSpeedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             checks.check_training_step(trainer.lightning_module)
-            self.marks, self._update_applied = WindowMarks(), None
+            self.marks, self._update_applied, self._discarded = WindowMarks(), None, False
             take_over_loops(trainer)
             self._apply_layer_sync()
             self._gate = CheckpointGate(trainer.checkpoint_callbacks, lambda: self.window_open)
+        self._config_initialized = False  # the Trainer's options or its loader may have changed
         super().setup(trainer)
 
     def _apply_layer_sync(self) -> None:
@@ -290,14 +318,19 @@ class RequestZeRO(DeepSpeedStrategy):
 
     @override
     def _format_config(self) -> None:
-        """Also take the Trainer's clipping into the config, and leave the window's division to the step."""
+        """Also take the Trainer's clipping into the config, and leave the window's division to the step.
+
+        What this adds is taken out when the next fit or evaluation begins, which may add something else.
+        """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         checks.check_clipping(trainer)
         assert self.config is not None
-        self.config = configs.with_clipping(self.config, trainer.gradient_clip_val)
+        own = {key: value for key, value in self.config.items() if key not in self._added_by_setup}
+        self.config = configs.with_clipping(own, trainer.gradient_clip_val)
         super()._format_config()
         self.config["gradient_accumulation_steps"] = 1
+        self._added_by_setup = frozenset(self.config.keys() - own.keys())
 
     @override
     def _auto_select_batch_size(self) -> int:
@@ -310,6 +343,14 @@ class RequestZeRO(DeepSpeedStrategy):
         source = self.lightning_module.trainer.fit_loop._data_source
         loader = None if source.is_module() else source.instance
         return getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 1
+
+    @override
+    def _initialize_deepspeed_train(self, model: Module) -> None:
+        """Lightning's version only mentions that an optimizer in the config takes the module's place."""
+        assert self.lightning_module is not None
+        if "optimizer" in (self.config or {}):
+            checks.check_config_optimizer(self.lightning_module.trainer)
+        super()._initialize_deepspeed_train(model)
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
@@ -397,7 +438,7 @@ class RequestZeRO(DeepSpeedStrategy):
     @property
     def window_complete(self) -> bool:
         """Whether a window ends with the current batch (automatic), or nothing is pending (manual)."""
-        return self.marks.window_end if self._automatic else not self.window_open
+        return self.marks.window_end if self._automatic else not (self.window_open or self._discarded)
 
     @property
     def holds_schedulers(self) -> bool:
@@ -422,7 +463,7 @@ class RequestZeRO(DeepSpeedStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return unwrap(batch)
-        self._update_applied = False
+        self._update_applied = self._discarded = False
         if batch is None:
             self.marks.skip()
             return None
@@ -449,8 +490,7 @@ class RequestZeRO(DeepSpeedStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def apply_window(self, **kwargs: Any) -> None:
-        """Step: apply the window's sum, divided as ``normalization`` says. Collective; nothing without
-        gradients.
+        """Step: apply the window's sum, divided as ``normalization`` says. Collective; nothing without gradients.
 
         Args:
             **kwargs: for the engine's ``step``.
@@ -498,6 +538,7 @@ class RequestZeRO(DeepSpeedStrategy):
         if self.window_open:
             rank_zero_warn(f"RequestZeRO discards an open update window of {self._describe_window()}: {reason}.")
             self._discard()
+            self._discarded = True
 
     def _discard(self) -> None:
         assert self.engine is not None
@@ -546,10 +587,18 @@ class RequestZeRO(DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load from a clean window; in ``fit``, also keep the random state for the start. Collective."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        states = checkpoint.get(_RANDOM_STATES, [])
-        if self.engine is not None and len(states) == self.world_size:
-            self._random_state = states[self.global_rank]
+        if self.engine is not None:
+            self._random_state = self._own_random_state(checkpoint.get(_RANDOM_STATES))
         return checkpoint
+
+    def _own_random_state(self, states: list[rng.RandomState] | None) -> rng.RandomState | None:
+        if states is not None and len(states) != self.world_size:
+            rank_zero_warn(
+                f"The checkpoint holds the random states of {len(states)} ranks and this run has {self.world_size}: "
+                "random numbers start anew, so the run does not repeat the one that was saved."
+            )
+            return None
+        return None if states is None else states[self.global_rank]
 
     @override
     def on_train_start(self) -> None:
