@@ -74,6 +74,16 @@ def _zero(cfg: Any) -> Iterator[str]:
             "zero.retain_gpu_grad_partition_until_step=true is not allowed without "
             "zero.offload_optimizer=true: use zero=stage1_offload or zero=stage2_offload."
         )
+    elif cfg.zero.retain_gpu_grad_partition_until_step and not _sums_16_bits_in_fp32(cfg):
+        yield (
+            f"zero.retain_gpu_grad_partition_until_step=true with precision.mode={cfg.precision.mode!r} and "
+            f"zero.grad_accum_dtype={cfg.zero.grad_accum_dtype!r} has nothing to keep: use a 16-bit precision and "
+            "zero.grad_accum_dtype=fp32."
+        )
+
+
+def _sums_16_bits_in_fp32(cfg: Any) -> bool:
+    return PRECISIONS.get(cfg.precision.mode) != "fp32" and cfg.zero.grad_accum_dtype == "fp32"
 
 
 def _overflow(cfg: Any) -> Iterator[str]:

@@ -14,7 +14,12 @@ README = Path(__file__).parents[1] / "README.md"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 
 # Heading of the section -> how it says that its example is started.
-STARTED_WITH: dict[str, tuple[str, ...]] = {"Engine": TORCHRUN, "Lightning": ()}
+STARTED_WITH: dict[str, tuple[str, ...]] = {
+    "Engine": TORCHRUN,
+    "Lightning": (),
+    "Accelerate": TORCHRUN,
+    "Transformers' Trainer": TORCHRUN,
+}
 
 
 def examples() -> dict[str, str]:
@@ -59,6 +64,16 @@ def test_the_lightning_example(tmp_path: Path) -> None:
     attempted, applied, skipped, norm = run_example("Lightning", tmp_path).split()
     assert (attempted, applied, skipped) == ("6", "6", "0")
     assert float(norm) > 0
+
+
+def test_the_accelerate_example(tmp_path: Path) -> None:
+    applied, skipped, norm = run_example("Accelerate", tmp_path).split()
+    assert (applied, skipped) == ("5", "0"), "18 micro-batches, four to an update, and a last one of two"
+    assert float(norm) > 0
+
+
+def test_the_trainer_example(tmp_path: Path) -> None:
+    assert run_example("Transformers' Trainer", tmp_path) == "3 RequestZeROOptimizer"
 
 
 @pytest.mark.parametrize("name", ["make demo", "make test", "make docs"])

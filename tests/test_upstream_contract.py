@@ -1,7 +1,8 @@
 """Every upstream method that is overridden or relied on: it exists, and its source is the one that was read.
 
-After a DeepSpeed or Lightning upgrade a failure here names what to read again. To accept a new source, run
-``python tests/test_upstream_contract.py`` and commit the new ``upstream_contract.json`` with the reading done.
+After an upgrade of DeepSpeed, Lightning, Accelerate or Transformers a failure here names what to read again. To accept
+a new source, run ``python tests/test_upstream_contract.py`` and commit the new ``upstream_contract.json`` with the
+reading done.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,16 @@ RELIED_ON = {
         "DeepSpeedZeroOptimizer._release_ipg_buffers",
         "DeepSpeedZeroOptimizer.clear_backward_seen_flag",
         "DeepSpeedZeroOptimizer._set_loss_scale",
+        "DeepSpeedZeroOptimizer.get_param_id",
+        "DeepSpeedZeroOptimizer.get_gradient_for_reduction",
+        "DeepSpeedZeroOptimizer.get_param_gradient_attribute",
+        "DeepSpeedZeroOptimizer.clear_grad_attribute",
+        "DeepSpeedZeroOptimizer.reduce_ready_partitions_and_remove_grads",
+        "DeepSpeedZeroOptimizer._record_gradient_stream",
+        "DeepSpeedZeroOptimizer._is_muon_group",
+        "DeepSpeedZeroOptimizer._model_parallel_all_reduce",
+        "DeepSpeedZeroOptimizer.offload_states",
+        "DeepSpeedZeroOptimizer.reload_states",
         "IPGBucket",
     ],
     "deepspeed.runtime.base_optimizer": ["BackwardHookStateManager"],
@@ -79,7 +91,44 @@ RELIED_ON = {
     "lightning.pytorch.trainer.call": ["_interrupt"],
     "lightning.pytorch.callbacks": ["ModelCheckpoint.on_train_batch_end"],
     "lightning.pytorch.core.optimizer": ["LightningOptimizer.step"],
+    "accelerate": [
+        "Accelerator.__init__",
+        "Accelerator.prepare",
+        "Accelerator.backward",
+        "Accelerator._do_sync",
+        "Accelerator.save_state",
+        "Accelerator.load_state",
+        "Accelerator.free_memory",
+    ],
+    "accelerate.state": [
+        "PartialState.__init__",
+        "PartialState._prepare_backend",
+        "AcceleratorState.__init__",
+        "AcceleratorState.select_deepspeed_plugin",
+        "GradientState._set_sync_gradients",
+    ],
+    "accelerate.optimizer": ["AcceleratedOptimizer"],
+    "accelerate.scheduler": ["AcceleratedScheduler.__init__", "AcceleratedScheduler.step"],
+    "accelerate.utils.deepspeed": ["HfDeepSpeedConfig", "map_pytorch_optim_to_deepspeed"],
+    "accelerate.utils": [
+        "DeepSpeedPlugin.__post_init__",
+        "DeepSpeedPlugin.deepspeed_config_process",
+        "DeepSpeedPlugin.fill_match",
+    ],
+    "accelerate.utils.launch": ["prepare_deepspeed_cmd_env"],
+    "accelerate.commands.launch": ["launch_command"],
+    "transformers": [
+        "Trainer.training_step",
+        "Trainer._run_epoch",
+        "Trainer._clip_grad_norm",
+        "Trainer._get_grad_norm",
+        "TrainingArguments.__post_init__",
+    ],
+    "transformers.integrations.deepspeed": ["HfTrainerDeepSpeedConfig", "deepspeed_init"],
 }
+
+
+UPSTREAM = ("deepspeed", "lightning", "accelerate", "transformers")
 
 
 def overridden() -> dict[str, Any]:
@@ -87,15 +136,21 @@ def overridden() -> dict[str, Any]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     found = {}
     for cls in _our_classes():
-        upstream = [base for base in cls.__mro__ if base.__module__.split(".")[0] in ("deepspeed", "lightning")]
+        upstream = [base for base in cls.__mro__ if base.__module__.split(".")[0] in UPSTREAM]
         for name in vars(cls):
             owner = next((base for base in upstream if name in vars(base)), None)
             if owner is None or (name.startswith("__") and name != "__init__"):
                 continue
-            function = vars(owner)[name]
-            function = getattr(function, "fget", None) or getattr(function, "__func__", function)
-            if inspect.isfunction(function) and "<lambda>" not in function.__qualname__:
-                found[f"{owner.__module__}:{owner.__qualname__}.{name}"] = function
+            value, key = vars(owner)[name], f"{owner.__module__}:{owner.__qualname__}.{name}"
+            parts = {"": getattr(value, "__func__", value)}
+            if isinstance(value, property):
+                parts = {"": value.fget, ".setter": value.fset, ".deleter": value.fdel}
+            for suffix, function in parts.items():
+                written = (
+                    inspect.isfunction(function) and function.__code__.co_filename != "<string>"
+                )  # not a dataclass's
+                if written and "<lambda>" not in function.__qualname__:
+                    found[key + suffix] = function
     return found
 
 
@@ -108,13 +163,9 @@ def _our_classes() -> list[type]:
         "requestzero.optimizer.grad_norm",
         "requestzero.optimizer.windowed",
     ]
-    import requestzero.lightning as lightning_package
-
-    modules += [
-        f"requestzero.lightning.{path.stem}"
-        for path in Path(lightning_package.__file__).parent.glob("*.py")
-        if path.stem != "__init__"
-    ]
+    for package in ("requestzero.lightning", "requestzero.accelerate"):
+        folder = Path(str(importlib.import_module(package).__file__)).parent
+        modules += [f"{package}.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"]
     return [
         value
         for name in sorted(modules)
@@ -136,7 +187,9 @@ def relied_on() -> dict[str, Any]:
 
 def fingerprint(value: Any) -> dict[str, str]:
     source = inspect.getsource(value)
-    return {"signature": str(inspect.signature(value)), "sha256": hashlib.sha256(source.encode()).hexdigest()}
+    # A default that is a bare object shows where it lies in memory.
+    signature = re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(value)))
+    return {"signature": signature, "sha256": hashlib.sha256(source.encode()).hexdigest()}
 
 
 def current() -> dict[str, dict[str, str]]:
@@ -154,6 +207,11 @@ def test_pinned_sources_are_unchanged() -> None:
 @pytest.mark.parametrize("name", ["independent_gradient_partition_epilogue", "get_flat_partition", "step"])
 def test_the_walk_finds_overrides(name: str) -> None:
     assert f"deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.{name}" in overridden()
+
+
+def test_the_walk_finds_property_setters() -> None:
+    name = "deepspeed.runtime.engine:DeepSpeedEngine.communication_data_type"
+    assert {name, f"{name}.setter"} <= overridden().keys()
 
 
 if __name__ == "__main__":

@@ -25,9 +25,18 @@ _LAZY = {
     "OverflowSettings": "requestzero.settings",
     "RequestLoader": "requestzero.request_loader",
     "RequestZeRO": "requestzero.lightning",
+    "RequestZeROPlugin": "requestzero.accelerate",
 }
 
-__all__ = ["MicroBatch", "OverflowSettings", "RequestLoader", "RequestZeRO", "__version__", "initialize"]
+__all__ = [
+    "MicroBatch",
+    "OverflowSettings",
+    "RequestLoader",
+    "RequestZeRO",
+    "RequestZeROPlugin",
+    "__version__",
+    "initialize",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ class WindowMarks:
 
     option = "requests_per_window"
     """Name of the loop's option, in messages; a front end that calls it otherwise derives a class."""
-    owner = ""
+    owner = "micro_batches"
     """What takes the option, such as ``Trainer``; in messages."""
 
     def __init__(self) -> None:

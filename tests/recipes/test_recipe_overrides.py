@@ -88,9 +88,18 @@ BAD = [
         "zero=stage2 zero.retain_gpu_grad_partition_until_step=true",
         "zero.retain_gpu_grad_partition_until_step=true is not allowed without zero.offload_optimizer=true",
     ),
+    (
+        "zero.retain_gpu_grad_partition_until_step=true precision=fp32",
+        "zero.retain_gpu_grad_partition_until_step=true with precision.mode='32-true' and zero.grad_accum_dtype='fp32' "
+        "has nothing to keep: use a 16-bit precision",
+    ),
+    (
+        "zero.retain_gpu_grad_partition_until_step=true zero.grad_accum_dtype=bf16",
+        "zero.grad_accum_dtype='bf16' has nothing to keep",
+    ),
     ("overflow.loss_scale=128", "overflow.loss_scale=128.0 with precision.mode='bf16-true': "),
     ("precision=fp32 overflow=check", "overflow.check_grad_overflow=True with precision.mode='32-true': "),
-    ("overflow.hysteresis=0", "overflow.hysteresis=0 is not allowed: use a number of at least 1."),
+    ("overflow.hysteresis=0", "overflow.hysteresis=0 is not allowed: use a whole number of at least 1."),
     (
         "precision=fp16 overflow=fp16_dynamic overflow.loss_scale=8",
         "overflow.loss_scale=8.0 is a static loss scale",

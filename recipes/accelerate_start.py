@@ -1,0 +1,133 @@
+"""Around the loop of ``accelerate_sft``: how a rank starts, its ``Accelerator``, and the summary."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from requestzero.recipes.config_check import zero_settings
+from requestzero.recipes.config_schema import PRECISIONS
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from requestzero.recipes.report import RunSummary
+
+# Accelerate by itself has DeepSpeed compile its own Adam for offload; PyTorch's works as well.
+DEEPSPEED_CONFIG = {"zero_force_ds_cpu_optimizer": False}
+
+_MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+def is_first_rank() -> bool:
+    """Whether this process reports: as the launcher's environment says, before ranks are joined."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def begin() -> None:
+    """For a command only: one rank makes the run's directory, and libraries are quiet about what cannot be changed."""
+    if not is_first_rank():
+        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+        sys.argv += ["hydra.job_logging.handlers.file.filename=/dev/null"]
+    if not find_gpus():
+        # Otherwise DeepSpeed warns that it has found no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore", message=r".*all_gather_into_tensor.*", category=FutureWarning)
+
+
+def find_gpus() -> int:
+    from requestzero.recipes.devices import count_gpus
+
+    return count_gpus()
+
+
+def refuse(problems: list[str]) -> NoReturn:
+    """Name the problems, once, and end with exit code 2."""
+    if is_first_rank():
+        print("Nothing was started:", *(f"  {problem}" for problem in problems), sep="\n", file=sys.stderr)
+    sys.exit(2)
+
+
+def make_accelerator(cfg: Any, output_dir: Path) -> Accelerator:
+    """The ``Accelerator`` for the sections ``zero``, ``overflow`` and ``precision``, with trackers. Joins the ranks."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    from requestzero import RequestZeROPlugin
+    from requestzero.recipes.csv_tracker import CsvTracker
+
+    settings = vars(zero_settings(cfg)).copy()
+    del settings["incomplete_window"]  # the loop steps
+    overflow = {name: value for name, value in vars(settings["overflow"]).items() if value is not None}
+    plugin = RequestZeROPlugin(DEEPSPEED_CONFIG, options={**settings, "overflow": overflow})
+    accelerator = Accelerator(
+        deepspeed_plugin=plugin,
+        mixed_precision=_MIXED_PRECISION[PRECISIONS[cfg.precision.mode]],
+        gradient_accumulation_steps=cfg.data.requests_per_update,
+        # A request has the same items however many ranks share them: one scheduler step is one update.
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        project_dir=output_dir,
+        log_with=["tensorboard"] if find_spec("tensorboard") else [],
+    )
+    accelerator.log_with.append(CsvTracker(output_dir / "csv"))
+    accelerator.init_trackers("tensorboard")
+    return accelerator
+
+
+def same_on_all_ranks(path: Path) -> Path:
+    """The first rank's path. Collective."""
+    from accelerate.utils import broadcast_object_list
+
+    return Path(broadcast_object_list([str(path)])[0])
+
+
+def make_optimizer(model: Any, config: Any) -> Any:
+    """AdamW over all parameters, PyTorch's or DeepSpeed's for the CPU."""
+    import torch
+
+    if config.name == "cpu_adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, adamw_mode=True)
+    return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+
+
+def summarize(
+    accelerator: Any, totals: Any, output_dir: Path, speed: float, held: int, skipped_lines: list[str]
+) -> RunSummary | None:
+    """The summary on the first rank, ``None`` on the others. Collective.
+
+    Args:
+        accelerator: the one that has trained.
+        totals: :class:`~requestzero.recipes.window_metrics.LoopTotals`.
+        output_dir: the run's directory.
+        speed: trained tokens per second, over all ranks.
+        held: bytes of the gradient partition after a request within a window, the most on this rank.
+        skipped_lines: of the data file.
+    """
+    import torch
+
+    from requestzero.recipes.report import RunSummary
+
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    sizes = torch.tensor([[held, engine.peak_grad_partition_bytes]], device=accelerator.device)
+    between, peak = accelerator.gather(sizes).amax(0).tolist()
+    if not accelerator.is_main_process:
+        return None
+    return RunSummary(
+        first_loss=totals.first_loss,
+        last_loss=totals.last_loss,
+        updates_applied=engine.applied_updates,
+        updates_skipped=engine.skipped_steps,
+        requests=totals.requests,
+        micro_batches=totals.micro_batches,
+        tokens_per_second=speed,
+        bytes_between_requests=between,
+        bytes_at_peak=peak,
+        checkpoint=output_dir / "checkpoints" / f"update-{totals.updates}",
+        logs=output_dir,
+        skipped_lines=skipped_lines,
+    )

@@ -1,0 +1,97 @@
+"""What ``accelerate launch`` has decided, as values of the recipe's configuration.
+
+``${launched:stage}`` in a YAML file is what accelerate's config file (and the DeepSpeed file that it names) says, or a
+default where it says nothing or the recipe was started in another way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from requestzero.recipes.config_schema import PRECISIONS
+
+RESOLVER = "launched"
+SHOWN = {"stage", "offload_optimizer", "retain_gpu_grad_partition_until_step", "grad_accum_dtype"}
+"""Keys of ``zero`` that are compared."""
+
+_MODES = {"bf16": "bf16-true", "fp16": "16-true", "no": "32-true"}
+_DEFAULTS = {
+    "stage": 2,
+    "offload_optimizer": False,
+    "retain_gpu_grad_partition_until_step": False,
+    "grad_accum_dtype": "fp32",
+    "mode": "32-true",
+    "num_nodes": 1,
+}
+
+
+def register_launched() -> None:
+    """Make ``${launched:...}`` known to OmegaConf. Done again it reads the environment again."""
+    _said.cache_clear()
+    OmegaConf.register_new_resolver(RESOLVER, launched, replace=True)
+
+
+def launched(key: str) -> Any:
+    """The value of ``key``: one of ``SHOWN``, ``mode`` (Lightning's name of the precision) or ``num_nodes``."""
+    value = _said().get(key)
+    return _DEFAULTS.get(key) if value is None else value
+
+
+def launch_problems(cfg: Any) -> Iterator[str]:
+    """Values of the configuration that contradict what the ranks were launched with."""
+    said = _said()
+    given: dict[str, Any] = {f"zero.{key}": (cfg.zero[key], said.get(key)) for key in sorted(SHOWN)}
+    given["trainer.num_nodes"] = (cfg.trainer.num_nodes, said.get("num_nodes"))
+    given["trainer.devices"] = (cfg.trainer.devices, said.get("devices"))
+    for key, (value, launched_value) in given.items():
+        if launched_value is not None and value not in (None, launched_value):
+            yield _problem(key, value, launched_value)
+    if cfg.zero.incomplete_window != "step":
+        yield (
+            f"zero.incomplete_window={cfg.zero.incomplete_window!r} is not allowed: the loop of this recipe steps at "
+            "an epoch's end."
+        )
+    mode = said.get("mode")
+    if mode is not None and PRECISIONS.get(cfg.precision.mode) not in (None, PRECISIONS[mode]):
+        yield _problem("precision.mode", cfg.precision.mode, mode)
+
+
+def _problem(key: str, value: Any, launched_value: Any) -> str:
+    return (
+        f"{key}={value!r} is not allowed: accelerate launch says {launched_value!r} (its config file or flags, or the "
+        "DeepSpeed file that it names). Leave the override out, or launch with another config file."
+    )
+
+
+@lru_cache(maxsize=1)
+def _said() -> dict[str, Any]:
+    """What was said; keys about which nobody has said anything are missing."""
+    from requestzero.accelerate.launch import launched_precision, launched_sources
+    from requestzero.accelerate.sources import look_up, merge_sources
+
+    config = merge_sources(launched_sources(os.environ))
+    device = look_up(config, "zero_optimization.offload_optimizer.device")
+    keys = ("zero_optimization.stage", "zero_optimization.retain_gpu_grad_partition_until_step")
+    stage, retain = (look_up(config, key) for key in keys)
+    enabled = [name for name in ("bf16", "fp16") if look_up(config, f"{name}.enabled") is True]
+    precision = enabled[0] if enabled else launched_precision(os.environ)
+    named = config.get("zero_optimization") is not None
+    said = {
+        "stage": stage if named else None,
+        "offload_optimizer": device == "cpu" if named else None,
+        "retain_gpu_grad_partition_until_step": retain,
+        "grad_accum_dtype": look_up(config, "data_types.grad_accum_dtype"),
+        "mode": None if precision is None else _MODES.get(precision),
+        **_ranks(),
+    }
+    return {key: value for key, value in said.items() if value not in (None, "auto")}
+
+
+def _ranks() -> dict[str, int]:
+    ranks, local = (int(os.environ.get(name, 0)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return {"num_nodes": ranks // local, "devices": local} if ranks and local else {}

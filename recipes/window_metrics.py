@@ -1,0 +1,58 @@
+"""What a loop of its own counts: sums over the run, which go on when it is resumed, and the mean loss of a window."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class LoopTotals:
+    """Counts of a run; ``accelerator.register_for_checkpointing`` takes it."""
+
+    updates: int = 0
+    """Attempted ones."""
+    requests: int = 0
+    micro_batches: int = 0
+    """Per rank."""
+    tokens: int = 0
+    """Trained tokens over all ranks."""
+    first_loss: float = math.nan
+    """Mean loss of the first update window, in nats per trained token."""
+    last_loss: float = math.nan
+
+    def add(self, window: Any, loss_sum: float, tokens: float) -> None:
+        """Count one window; ``loss_sum`` and ``tokens`` are over all ranks."""
+        self.updates += 1
+        self.requests += window.requests
+        self.micro_batches += window.micro_batches
+        self.tokens += int(tokens)
+        self.last_loss = loss_sum / max(1.0, tokens)
+        if math.isnan(self.first_loss):
+            self.first_loss = self.last_loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self).update(state_dict)
+
+
+class WindowLoss:
+    """Sum of losses and number of trained tokens since the last :meth:`take`, on this rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def add(self, loss: Tensor, tokens: Tensor) -> None:
+        """``loss`` is the mean over ``tokens`` tokens."""
+        self._sums += torch.stack([loss.detach() * tokens, tokens]).double()
+
+    def take(self) -> Tensor:
+        """``[sum of losses, tokens]``, and start anew."""
+        taken, self._sums = self._sums, torch.zeros_like(self._sums)
+        return taken

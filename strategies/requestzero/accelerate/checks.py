@@ -1,0 +1,89 @@
+"""What can be checked only when a plugin meets its ``Accelerator``, or the objects to prepare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import DummyOptim
+
+from requestzero.accelerate.sources import look_up, places_of
+from requestzero.deepspeed_config import check_supported
+
+if TYPE_CHECKING:
+    from requestzero.accelerate.accelerator import RequestZeROAccelerator
+    from requestzero.accelerate.plugin import RequestZeROPlugin
+
+_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+# Optimizers that Accelerate has a DeepSpeed counterpart on the CPU for; it replaces every other one by Adam.
+_COUNTERPARTS = ("Adam", "AdamW", "Adagrad", "Lion", "AdamW32bit", "Adagrad32bit", "Lion32bit")
+
+
+def check_arguments(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Raise ValueError for arguments of an ``Accelerator`` that Accelerate would pass over without a word."""
+    if arguments.get("cpu"):
+        raise ValueError(
+            "Accelerator(cpu=True) makes Accelerate leave DeepSpeed out: drop it. To use the CPU on a machine with "
+            "GPUs, hide them with CUDA_VISIBLE_DEVICES=-1 (gpu_ids: '-1' in accelerate's config file)."
+        )
+    steps, launched = arguments.get("gradient_accumulation_steps", 1), environ.get(_STEPS)
+    if launched is not None and steps not in (1, int(launched)):
+        raise ValueError(
+            f"gradient_accumulation_steps is {steps} in Accelerator(...) and {launched} in accelerate's "
+            "gradient_accumulation_steps (config file or flag): set it in one place, or to the same value."
+        )
+
+
+def check_steps(plugin: RequestZeROPlugin, steps: int) -> int:
+    """The requests per window on which the plugin's places and the Accelerator agree. 1 is Accelerate's default.
+
+    Raises:
+        ValueError: they do not.
+    """
+    said = plugin.plan.steps
+    if said is None:
+        return steps
+    if steps not in (1, said):
+        place = places_of(plugin.plan.sources, "gradient_accumulation_steps")
+        raise ValueError(
+            f"gradient_accumulation_steps is {said} in {place} and {steps} in the Accelerator: set it in one place, to "
+            "the same value, or to 'auto'."
+        )
+    return said
+
+
+def check_objects(accelerator: RequestZeROAccelerator, objects: Sequence[Any]) -> None:
+    """Raise ValueError for what cannot be prepared together."""
+    models = [item for item in objects if isinstance(item, torch.nn.Module)]
+    optimizers = [item for item in objects if isinstance(item, (torch.optim.Optimizer, DummyOptim))]
+    if len(models) != len(optimizers):
+        raise ValueError(
+            f"accelerator.prepare() got {len(models)} model(s) and {len(optimizers)} optimizer(s): with ZeRO 1 and 2 "
+            "one of each belongs together in one call. (A model that is not trained needs no prepare: move it to "
+            "accelerator.device.)"
+        )
+    if models and accelerator.deepspeed_engine_wrapped is not None:
+        raise ValueError(
+            "This Accelerator has prepared a model already, and its backward() would go on with that one: build "
+            "another Accelerator() for another model."
+        )
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    for model in models:
+        check_supported(config, model)
+    for optimizer in optimizers:
+        _check_counterpart(config, optimizer)
+
+
+def _check_counterpart(config: Mapping[str, Any], optimizer: Any) -> None:
+    offloads = look_up(config, "zero_optimization.offload_optimizer.device") not in (None, "none")
+    forced = config.get("zero_force_ds_cpu_optimizer", True)
+    name = type(optimizer).__name__
+    if offloads and forced and not isinstance(optimizer, DummyOptim) and name not in _COUNTERPARTS:
+        if type(optimizer).__module__.startswith("deepspeed."):
+            return
+        raise ValueError(
+            f"With optimizer offload Accelerate replaces {name} by DeepSpeedCPUAdam, another optimizer: set "
+            "zero_force_ds_cpu_optimizer to false in the DeepSpeed config to keep yours, or use Adam or AdamW."
+        )

@@ -1,0 +1,83 @@
+"""``accelerator.clip_grad_norm_``: the norm of a window that waits for its step, and clipping in that step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from requestzero.optimizer.engine import RequestZeROEngine
+
+
+class Clipping:
+    """What the next step clips at.
+
+    Args:
+        configured: ``gradient_clipping`` of the DeepSpeed config, 0 for none; ``None``: it leaves that to
+            ``clip_grad_norm_``, as a loop without DeepSpeed does.
+    """
+
+    def __init__(self, configured: float | None) -> None:
+        self._configured = configured
+        self._asked: float | None = None
+
+    def ask(self, max_norm: float) -> None:
+        """Clip the next step at ``max_norm``. Infinity asks for the norm only.
+
+        Raises:
+            ValueError: no norm that can be clipped at, or another one than the configured.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"clip_grad_norm_(max_norm={max_norm!r}) is not allowed: use a positive number.")
+        if math.isinf(max_norm):
+            return
+        if self._configured not in (None, max_norm):
+            raise ValueError(
+                f"clip_grad_norm_(max_norm={max_norm!r}) contradicts gradient_clipping={self._configured!r} of the "
+                "DeepSpeed config, at which the step clips: use the same value, or set gradient_clipping to 'auto' "
+                "there."
+            )
+        self._asked = max_norm
+
+    @contextmanager
+    def applied(self, engine: RequestZeROEngine) -> Iterator[None]:
+        """While the block runs, the engine's step clips as was asked; the next step has to be asked for again."""
+        optimizer = engine.optimizer
+        saved = optimizer.clip_grad
+        if self._asked is not None:
+            optimizer.clip_grad = self._asked
+        try:
+            yield
+        finally:
+            optimizer.clip_grad = saved
+            self._asked = None
+
+
+def pending_norm(engine: RequestZeROEngine, divisor: float) -> torch.Tensor:
+    """Norm of the open window's gradient divided by ``divisor``: what the step will report. 0 without a window.
+
+    A scalar on the engine's device. Ends the open request. Collective. (Groups that Muon updates count with their
+    gradients here, and with their updates in the step.)
+    """
+    engine.end_request()
+    if not engine.update_window.is_open:
+        return torch.zeros((), device=engine.device)
+    optimizer = engine.optimizer
+    if optimizer.cpu_offload:
+        optimizer.judge_unjudged()
+    norm = optimizer.scaled_global_norm() / (float(optimizer.loss_scale) * divisor)
+    return torch.as_tensor(norm, device=engine.device)
+
+
+def check_parameters(engine: RequestZeROEngine, parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
+    """Raise ValueError unless these are all trainable parameters of the engine's model: the step clips all of them."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    wanted = {id(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
+    found = {id(parameter) for parameter in given if parameter.requires_grad}
+    if found != wanted:
+        raise ValueError(
+            f"clip_grad_norm_ got {len(found & wanted)} of the model's {len(wanted)} trainable parameters and "
+            f"{len(found - wanted)} others, but ZeRO clips the gradient as a whole: give model.parameters()."
+        )

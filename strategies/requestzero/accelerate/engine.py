@@ -1,0 +1,158 @@
+"""The engine as an ``Accelerator`` drives it: what a window is divided by, and when it is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+from typing_extensions import override
+
+from requestzero.accelerate.clipping import Clipping, pending_norm
+from requestzero.optimizer.engine import RequestZeROEngine
+from requestzero.optimizer.window import UpdateWindow
+
+
+@dataclass
+class WindowTally:
+    """What has to be known of a window to divide its sum; a new one for each window."""
+
+    window: UpdateWindow
+    blocks: int = 0
+    """``accelerator.accumulate`` blocks in the window."""
+    marked: bool = False
+    """Whether request ends were marked explicitly."""
+    divided: bool | None = None
+    """Whether the caller has divided the losses; ``None`` before the first backward."""
+
+
+class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
+    """Stands where Accelerate keeps its ``DeepSpeedEngineWrapper``. Written for Accelerate 1.15.
+
+    A backward is a request of its own unless it runs within :class:`~requestzero.accelerate.requests.Requests`. It
+    never steps.
+
+    Args:
+        engine: the request-safe engine.
+        normalization: ``"mean"`` or ``"sum"``.
+        steps: gives Accelerate's current ``gradient_accumulation_steps``.
+        clipping: the norm that the config clips at; ``None`` where it does not say.
+    """
+
+    engine: RequestZeROEngine
+
+    def __init__(
+        self, engine: RequestZeROEngine, normalization: str, steps: Callable[[], int], clipping: float | None
+    ) -> None:
+        super().__init__(engine)
+        self.clipping = Clipping(clipping)
+        self.request_end: bool | None = None
+        """What the next backward's request end was marked as; ``None``: every backward is a request."""
+        self._normalization = normalization
+        self._steps = steps
+        self._tally = WindowTally(engine.update_window)
+
+    @property
+    def tally(self) -> WindowTally:
+        """Of the window that is open, or of the next one."""
+        if self._tally.window is not self.engine.update_window:
+            self._tally = WindowTally(self.engine.update_window)
+        return self._tally
+
+    def begin_block(self) -> None:
+        """An ``accelerator.accumulate`` block begins: what Accelerate counts as one of N, even without a backward."""
+        self.tally.blocks += 1
+
+    @contextmanager
+    def marking(self) -> Iterator[None]:
+        """While the block runs, :attr:`request_end` says of each backward whether its request ends with it.
+
+        Raises:
+            RuntimeError: somebody marks already.
+        """
+        if self.request_end is not None:
+            raise RuntimeError(
+                "The ends of requests are being marked already: finish one request() block or one pass over "
+                "micro_batches(...) before the next."
+            )
+        self.request_end = False
+        try:
+            yield
+        finally:
+            self.request_end = None
+
+    @override
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Run the engine's backward. Collective at stage 2, and at stage 1 where a request ends.
+
+        Args:
+            loss: a scalar.
+            sync_gradients: Accelerate's idea of a window's end; not needed here.
+            **kwargs: for ``engine.backward``; ``scale_wrt_gas=False`` says that the losses of the window were divided
+                already, as DeepSpeed takes it: the step divides no more.
+
+        Raises:
+            ValueError: some losses of the window were divided and others not.
+        """
+        self._note(divided=not kwargs.pop("scale_wrt_gas", True))
+        self.engine.set_gradient_accumulation_boundary(self.request_end is not False)
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+
+    def _note(self, divided: bool) -> None:
+        tally = self.tally
+        if tally.divided is not None and tally.divided != divided:
+            raise ValueError(
+                f"accelerator.backward(scale_wrt_gas={not divided}) comes in a window that was begun with "
+                f"scale_wrt_gas={not tally.divided}: say the same for all of its micro-batches."
+            )
+        tally.divided = divided
+        tally.marked = tally.marked or self.request_end is not None
+
+    def divisor(self) -> int:
+        """What the open window's sum is divided by: what the same loop divides by without DeepSpeed.
+
+        That is the number of its micro-batches; where a loop does not mark requests and runs several backwards within
+        one ``accumulate`` block, the number of its blocks, and ``gradient_accumulation_steps`` without any block.
+        """
+        tally = self.tally
+        if self._normalization == "sum" or tally.divided:
+            return 1
+        if tally.marked:
+            return max(1, tally.window.micro_batches)
+        return tally.blocks or self._steps()
+
+    def step(self) -> None:
+        """Apply the open window, divided. Collective; nothing without a backward since the last step.
+
+        Raises:
+            RuntimeError: inside ``no_sync``, or inside a request.
+        """
+        self._check_between_requests("optimizer.step()")
+        self.engine.end_request()
+        self.engine.set_gradient_accumulation_boundary(True)
+        with self.clipping.applied(self.engine):
+            self.engine.step(divisor=self.divisor())
+        self._tally = WindowTally(self.engine.update_window)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Let the next step clip at ``max_norm``; the norm of the open window's divided gradient. Collective.
+
+        Raises:
+            RuntimeError: inside ``no_sync``, or inside a request.
+            ValueError: the configured clipping is another.
+        """
+        self.clipping.ask(max_norm)
+        self._check_between_requests("accelerator.clip_grad_norm_()")
+        return pending_norm(self.engine, self.divisor())
+
+    def _check_between_requests(self, call: str) -> None:
+        if self.engine.inside_no_sync_ctxt:
+            raise RuntimeError(f"{call} inside accelerator.no_sync(): call it after the block.")
+        if self.request_end is False and self.engine.update_window.request_open:
+            raise RuntimeError(
+                f"{call} inside a request: gradients are complete at its end. Call it after the request() block, or "
+                "after the request's last micro-batch."
+            )

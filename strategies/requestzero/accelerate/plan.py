@@ -1,0 +1,141 @@
+"""Everything that is known before a process group exists, put together and checked: the plan of a plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from requestzero.accelerate.launch import launched_sources
+from requestzero.accelerate.options import (
+    argument_source,
+    describe_config,
+    load_deepspeed_config,
+    option_source,
+    overflow_sections,
+    own_options,
+)
+from requestzero.accelerate.sources import AUTO, Source, look_up, merge_sources, put
+from requestzero.deepspeed_config import RETAIN_OPTION, Config, check_supported, load_config
+from requestzero.deepspeed_keys import check_top_level_keys, check_zero_section, wants_offload
+from requestzero.settings import OverflowSettings, RequestZeROSettings
+
+# What Accelerate writes into every config by itself; it says nothing at stages 1 and 2.
+_INERT_KEYS: dict[str, tuple[Any, ...]] = {
+    "offload_param": (None, {}, {"device": "none"}, {"device": "none", "nvme_path": None}),
+    "stage3_gather_16bit_weights_on_model_save": (False, AUTO),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A DeepSpeed config that everybody agrees on."""
+
+    config: Config
+    """With our own key, and with ``"auto"`` where it can be known only later."""
+    sources: list[Source]
+    settings: RequestZeROSettings
+    steps: int | None
+    """``gradient_accumulation_steps``, the requests in a window, where a place says it."""
+    clipping: float | None
+    """``gradient_clipping`` where a place says it."""
+
+
+def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
+    """Merge the plugin's arguments, its ``options``, its DeepSpeed config and what ``accelerate launch`` passes on.
+
+    Args:
+        arguments: the plugin's, by name; ``None`` where not given.
+        environ: the process's environment.
+
+    Raises:
+        ValueError: something is not allowed, does not apply to ZeRO 1 and 2, or is given twice with different values.
+        FileNotFoundError: a file that is named does not exist.
+    """
+    options = load_config(arguments["options"], "options")
+    own = own_options(arguments, options)
+    sources = [
+        argument_source(arguments),
+        option_source(options),
+        Source(describe_config(arguments["hf_ds_config"]), load_deepspeed_config(arguments["hf_ds_config"])),
+        *launched_sources(environ),
+    ]
+    for source in sources:
+        _check_source(source)
+    config = merge_sources(sources)
+    merge_sources([Source("overflow", overflow_sections(own.overflow)), Source("the DeepSpeed config", config)])
+    if look_up(config, "zero_optimization.stage") in (None, AUTO):
+        put(config, "zero_optimization.stage", RequestZeROSettings.stage)
+    check_supported(config)
+    return Plan(
+        config=config,
+        sources=sources,
+        settings=_settings(config, own.normalization, own.overflow),
+        steps=_said_steps(config),
+        clipping=_said_clipping(config),
+    )
+
+
+def _check_source(source: Source) -> None:
+    check_top_level_keys(source.config, source.place)
+    _drop_inert_keys(source.config.get("zero_optimization", {}))
+    check_zero_section(source.config, source.place)
+    if source.config.get("managed_gradient_accumulation") is False:
+        raise ValueError(
+            f"managed_gradient_accumulation=False in {source.place} is not possible, since the plugin marks the ends "
+            "of requests: leave it out."
+        )
+
+
+def _drop_inert_keys(zero: Config) -> None:
+    for key, nothing in _INERT_KEYS.items():
+        if key in zero and zero[key] in nothing:
+            del zero[key]
+
+
+def _settings(config: Config, normalization: str, overflow: OverflowSettings) -> RequestZeROSettings:
+    zero = config["zero_optimization"]
+    accumulation = look_up(config, "data_types.grad_accum_dtype")
+    settings = RequestZeROSettings(
+        stage=zero["stage"],
+        offload_optimizer=wants_offload(_without_auto_device(config)),
+        retain_gpu_grad_partition_until_step=zero.get(RETAIN_OPTION, False),
+        grad_accum_dtype=None if accumulation == AUTO else accumulation,
+        normalization=normalization,
+        overflow=overflow,
+    )
+    if settings.retain_gpu_grad_partition_until_step and not settings.offload_optimizer:
+        raise ValueError(
+            f"{RETAIN_OPTION}=True does not apply without optimizer offload: leave it out, or set "
+            "zero_optimization.offload_optimizer.device to 'cpu' (accelerate's offload_optimizer_device)."
+        )
+    return settings
+
+
+def _without_auto_device(config: Config) -> Config:
+    """Accelerate takes ``"auto"`` for the device to be none."""
+    return {} if look_up(config, "zero_optimization.offload_optimizer.device") == AUTO else config
+
+
+def _said_steps(config: Config) -> int | None:
+    steps = config.setdefault("gradient_accumulation_steps", AUTO)
+    if steps == AUTO:
+        return None
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={steps!r} is not allowed: give the number of requests in an update window, a "
+            "whole number above 0, or 'auto'."
+        )
+    return steps
+
+
+def _said_clipping(config: Config) -> float | None:
+    clipping = config.get("gradient_clipping", AUTO)
+    if clipping == AUTO:
+        return None
+    if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not clipping >= 0:
+        raise ValueError(
+            f"gradient_clipping={clipping!r} is not allowed: give the largest norm of the gradient, 0 for no clipping, "
+            "or 'auto' to have accelerator.clip_grad_norm_ say it."
+        )
+    return float(clipping)

@@ -1,0 +1,170 @@
+"""The plugin that a user builds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from typing_extensions import override
+
+from requestzero.accelerate.launch import launched_precision, precision_config
+from requestzero.accelerate.plan import Plan, make_plan
+from requestzero.accelerate.process_group import join_ranks
+from requestzero.accelerate.sources import AUTO, look_up, places_of
+from requestzero.deepspeed_config import merge_configs, overflow_to_config
+from requestzero.settings import OverflowSettings, RequestZeROSettings
+from requestzero.versions import require_supported_deepspeed
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from requestzero.accelerate.requests import Requests
+
+
+@dataclass
+class RequestZeROPlugin(DeepSpeedPlugin):
+    """ZeRO 1 or 2 in which every optimizer step applies exactly the sum of its window's requests.
+
+    ``Accelerator(deepspeed_plugin=RequestZeROPlugin(...))``: the engine that ``accelerator.prepare`` builds is the
+    request-safe one, and ``optimizer.step()`` is what steps; ``accelerator.backward`` never does. In a loop with
+    ``accelerator.accumulate`` every micro-batch is a request and ``gradient_accumulation_steps`` requests make an
+    update, the one that the same loop makes without DeepSpeed. :meth:`requests` is for requests of several
+    micro-batches and windows of any number of requests.
+
+    Settings come from the arguments, from ``options``, from a DeepSpeed config and from ``accelerate launch`` with its
+    config file. All are merged; what two places say differently is an error. ``"auto"`` leaves a value to the other
+    places, or to what is known when ``prepare`` is called.
+
+    Args:
+        hf_ds_config: A DeepSpeed config: a dict, an OmegaConf object, the path of a JSON or YAML file (or
+            ``pkg://package/path``). Merged with the file that accelerate's ``deepspeed_config_file`` names.
+        gradient_accumulation_steps: Requests per window, as ``Accelerator(gradient_accumulation_steps=...)``.
+        gradient_clipping: Largest norm of the window's gradient. Not given (or ``"auto"``): what
+            ``accelerator.clip_grad_norm_`` is called with, and no clipping where it is not called.
+        zero_stage: 1 or 2 (the default).
+        is_train_batch_min: As in ``DeepSpeedPlugin``.
+        offload_optimizer_device: ``"none"`` or ``"cpu"``.
+        retain_gpu_grad_partition_until_step: See :class:`~requestzero.settings.RequestZeROSettings`, as for the
+            following ones.
+        grad_accum_dtype: dtype of the window's running sum.
+        normalization: What the window's sum is divided by, ``"mean"`` or ``"sum"``.
+        overflow: :class:`~requestzero.settings.OverflowSettings` or a mapping of its fields.
+        options: A YAML or JSON file, a dict or an OmegaConf object with options by their names in
+            :class:`~requestzero.settings.RequestZeROSettings`.
+
+    The other arguments of ``DeepSpeedPlugin`` belong to stage 3 or MS-AMP and are refused.
+
+    Raises:
+        ImportError: the installed DeepSpeed is not supported, or transformers, which Accelerate's DeepSpeed path
+            needs, is missing.
+        ValueError: a value that is not allowed, an option that does not apply, or one that was given twice with
+            different values.
+        FileNotFoundError: a file that is named does not exist.
+        RuntimeError: an Accelerate state exists already, in which the ranks do not know each other.
+    """
+
+    hf_ds_config: Any = field(default=None)
+    retain_gpu_grad_partition_until_step: bool | None = field(default=None)
+    grad_accum_dtype: str | None = field(default=None)
+    normalization: str | None = field(default=None)
+    overflow: OverflowSettings | Mapping[str, Any] | None = field(default=None)
+    options: Any = field(default=None)
+
+    @override
+    def __post_init__(self) -> None:
+        require_supported_deepspeed()
+        _require_transformers()
+        plan = make_plan({item.name: getattr(self, item.name) for item in fields(self)}, os.environ)
+        from requestzero.accelerate.accelerator import install
+
+        install()
+        join_ranks()
+        self.plan = plan
+        self._adopt(plan)
+        super().__post_init__()
+        if "steps_per_print" in plan.config:
+            self.deepspeed_config["steps_per_print"] = plan.config["steps_per_print"]
+
+    def _adopt(self, plan: Plan) -> None:
+        """Let the plan be the only thing that Accelerate's part of the construction sees."""
+        settings = plan.settings
+        if isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            # The Trainer goes on with this object.
+            self.hf_ds_config.config = dict(plan.config)
+        else:
+            self.hf_ds_config = HfDeepSpeedConfig(plan.config)
+        self.zero_stage = settings.stage
+        self.offload_optimizer_device = "cpu" if settings.offload_optimizer else "none"
+        self.gradient_accumulation_steps = AUTO if plan.steps is None else plan.steps
+        self.gradient_clipping = AUTO if plan.clipping is None else plan.clipping
+        self.retain_gpu_grad_partition_until_step = settings.retain_gpu_grad_partition_until_step
+        self.grad_accum_dtype = settings.grad_accum_dtype
+        self.normalization = settings.normalization
+        self.overflow = settings.overflow
+
+    @property
+    def settings(self) -> RequestZeROSettings:
+        """The options as all places together have decided them."""
+        return self.plan.settings
+
+    def requests(self, accelerator: Accelerator) -> Requests:
+        """Requests of several micro-batches, and windows of any number of requests, for a loop with ``accelerator``."""
+        from requestzero.accelerate.requests import Requests
+
+        return Requests(accelerator)
+
+    @override
+    def _deepspeed_config_checks(self) -> None:
+        """Accelerate's version refuses what its config file and the DeepSpeed file both say, agreeing or not."""
+
+    @override
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Also compare the precision with the DeepSpeed config, and put the overflow options in.
+
+        Raises:
+            ValueError: the config or an overflow option is for another precision, or the device cannot do it.
+        """
+        self._check_precision(mixed_precision)
+        super().set_mixed_precision(mixed_precision)
+        chosen = next((name for name in ("bf16", "fp16") if look_up(self.deepspeed_config, f"{name}.enabled")), "fp32")
+        if chosen == "fp16":
+            _check_fp16()
+        overflow = overflow_to_config(self.settings.overflow, chosen)
+        merged = merge_configs(overflow, self.deepspeed_config, "overflow", "the DeepSpeed config")
+        # In place: the object that holds the config holds the same dict.
+        self.deepspeed_config.update(merged)
+
+    def _check_precision(self, mixed_precision: str) -> None:
+        wanted = precision_config(mixed_precision)
+        said = mixed_precision != "no" or launched_precision(os.environ) not in (None, "no")
+        for name, section in wanted.items():
+            enabled = look_up(self.deepspeed_config, f"{name}.enabled")
+            if said and enabled not in (None, AUTO, section["enabled"]):
+                raise ValueError(
+                    f"{name}.enabled is {enabled!r} in {places_of(self.plan.sources, f'{name}.enabled')}, but the "
+                    f"Accelerator has mixed_precision={mixed_precision!r}: set the precision in one place, or to the "
+                    "same value."
+                )
+
+
+def _require_transformers() -> None:
+    if find_spec("transformers") is None:
+        raise ImportError(
+            "Accelerate's DeepSpeed path needs transformers, which is not installed. Run: pip install "
+            '"requestzero[accelerate]"'
+        )
+
+
+def _check_fp16() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().is_fp16_supported():
+        raise ValueError(
+            f"fp16 is not possible on {get_accelerator().device_name()}, where DeepSpeed refuses it: use "
+            "mixed_precision bf16 or no."
+        )

@@ -1,0 +1,153 @@
+"""Real ``accelerate launch`` and torchrun, with every shipped config file that a CPU can run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from requestzero.accelerate.launch import load_named
+
+SCRIPT = Path(__file__).with_name("train_script.py")
+CONFIGS = Path(str(files("requestzero.configs"))) / "accelerate"
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+PLACES = ("cpu", "one_gpu", "machines", "")
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+
+
+def start(module: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """``python -m module``, in a process group of its own, without what this process was given for ranks of its own."""
+    inherited = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 150.0) -> str:
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"not done after {timeout:.0f} s:\n{output}")
+    assert process.returncode == 0, output
+    return output
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def launch(name: str, *arguments: str) -> tuple[str, ...]:
+    return ("accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml"), *arguments)
+
+
+def results(directory: Path) -> list[str]:
+    return [path.read_text() for path in sorted(directory.glob("rank*.txt"))]
+
+
+def expected(ranks: int, offload: bool, precision: str) -> str:
+    """1, 3, 2, 6, 5, 7 in windows of two micro-batches per rank: the last one is shorter on two ranks."""
+    updates, weight = {1: (3, -(2 + 4 + 6)), 2: (2, -(3 + 6))}[ranks]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return f"{ranks} {updates} RequestZeROOptimizer {device} SGD {precision} {offload} [{weight}.0, "
+
+
+def check(directory: Path, ranks: int, offload: bool, precision: str = "bf16") -> None:
+    found = results(directory)
+    assert len(found) == ranks
+    assert all(text.startswith(expected(ranks, offload, precision)) for text in found), found
+
+
+def test_there_is_a_file_for_every_place_and_placement() -> None:
+    wanted = {f"zero2{offload}{'_' * bool(place)}{place}" for offload in ("", "_offload") for place in PLACES}
+    assert set(NAMES) == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_reads_the_file_and_so_do_we(name: str) -> None:
+    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+    assert config.distributed_type == "DEEPSPEED"
+    named = load_named(config.deepspeed_config["deepspeed_config_file"], name)
+    assert named["zero_optimization"]["stage"] == 2
+    assert ("offload_optimizer" in named["zero_optimization"]) == ("offload" in name)
+    assert (
+        (CONFIGS / f"{name}.yaml")
+        .read_text()
+        .splitlines()[0]
+        .startswith(f"# accelerate launch --config_file configs/accelerate/{name}.yaml ")
+    )
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero2_offload", "zero2_cpu"])  # zero2_offload_cpu: with the recipe
+def test_two_processes(tmp_path: Path, name: str) -> None:
+    if not name.endswith("cpu") and torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs, or none")
+    finish(start(*launch(name, "--num_processes", "2", "--main_process_port", "0"), str(SCRIPT), str(tmp_path)))
+    check(tmp_path, 2, "offload" in name)
+
+
+def test_two_machines(tmp_path: Path) -> None:
+    """Both launchers on this machine; each starts one process."""
+    address = ("--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--num_processes", "2")
+    launchers = [
+        start(
+            *launch("zero2_offload_machines", *address, "--machine_rank", str(rank)),
+            str(SCRIPT),
+            str(tmp_path),
+            CUDA_VISIBLE_DEVICES="-1",
+        )
+        for rank in (0, 1)
+    ]
+    for process in launchers:
+        finish(process)
+    assert [text.split()[0] for text in results(tmp_path)] == ["2", "2"]
+
+
+def test_one_process(tmp_path: Path) -> None:
+    finish(start(*launch("zero2_offload_one_gpu", "--main_process_port", "0"), str(SCRIPT), str(tmp_path)))
+    check(tmp_path, 1, True)
+
+
+def test_without_a_launcher(tmp_path: Path) -> None:
+    finish(start("train_script", str(tmp_path), PYTHONPATH=f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"))
+    check(tmp_path, 1, False, "no")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torchrun would have two processes share a GPU")
+def test_torchrun(tmp_path: Path) -> None:
+    command = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    finish(start(*command, str(SCRIPT), str(tmp_path)))
+    check(tmp_path, 2, False, "no")
+
+
+def test_a_contradiction_is_told_before_training(tmp_path: Path) -> None:
+    """Stage and precision in both files, once agreeing and once not."""
+    base: dict[str, Any] = yaml.safe_load((CONFIGS / "zero2_cpu.yaml").read_text())
+    (tmp_path / "ds.yaml").write_text("zero_optimization: {stage: 2}\nbf16: {enabled: false}\n")
+    base["deepspeed_config"] = {"deepspeed_config_file": str(tmp_path / "ds.yaml"), "zero_stage": 2}
+    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(base))
+    command = ("accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml"))
+    process = start(*command, "--main_process_port", "0", str(SCRIPT), str(tmp_path))
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode != 0
+    message = f"bf16.enabled is True in accelerate's mixed_precision='bf16' and False in the DeepSpeed file '{tmp_path}"
+    assert f"ValueError: {message}" in output
+    assert "zero_stage" not in output

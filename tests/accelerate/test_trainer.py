@@ -1,0 +1,210 @@
+"""Transformers' Trainer with the request-safe optimizer, on two ranks."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import assert_fails, fresh
+from ranks import RankGroup
+
+SPLITS = ((1, 8), (2, 4), (4, 2))
+AUTO = {
+    name: "auto"
+    for name in (
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
+}
+OFFLOAD = {
+    **AUTO,
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+        "retain_gpu_grad_partition_until_step": True,
+    },
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+class PlainLoss(torch.nn.Module):
+    """A model that takes no loss kwargs: the mean over the tokens of its own batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(32, 16)
+        self.head = torch.nn.Linear(16, 32)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+def make_model(kind: str) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(0)
+    if kind == "plain":
+        return PlainLoss()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=32, **sizes))
+
+
+def make_rows() -> list[dict[str, torch.Tensor]]:
+    """Texts of uneven length: what a mean per micro-batch gets wrong."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(72):
+        length = int(torch.randint(4, 12, (1,), generator=generator))
+        input_ids = torch.randint(0, 32, (12,), generator=generator)
+        labels = input_ids.clone()
+        labels[length:] = -100
+        rows.append({"input_ids": input_ids, "labels": labels})
+    return rows
+
+
+def train(
+    micro_batch: int,
+    steps: int,
+    deepspeed: Any = None,
+    model: str = "llama",
+    how: str = "class",
+    updates: int = 3,
+    resume: str | None = None,
+    environment: dict[str, str] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A real ``Trainer.train()``; without ``deepspeed`` under DDP."""
+    from transformers import Trainer, TrainingArguments
+
+    from requestzero import RequestZeROPlugin
+    from requestzero.accelerate import RequestZeROTrainingArguments
+
+    with fresh(**environment or {}):
+        arguments: dict[str, Any] = {
+            "output_dir": tempfile.mkdtemp(),
+            "per_device_train_batch_size": micro_batch,
+            "gradient_accumulation_steps": steps,
+            "max_steps": updates,
+            "learning_rate": 1e-2,
+            "optim": "adamw_torch",
+            "logging_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "max_grad_norm": 0.25,
+            **options,
+        }
+        if how == "line" or (deepspeed is None and how == "class"):
+            args = TrainingArguments(use_cpu=not torch.cuda.is_available(), deepspeed=deepspeed, **arguments)
+        else:
+            args = RequestZeROTrainingArguments(deepspeed=deepspeed, **arguments)
+        if how == "line":
+            args.deepspeed_plugin = RequestZeROPlugin(hf_ds_config=args.hf_deepspeed_config)
+        trainer = Trainer(model=make_model(model), args=args, train_dataset=make_rows())
+        trainer.train(resume_from_checkpoint=resume)
+        engine = getattr(trainer, "deepspeed", None)
+        return {
+            "logs": [
+                [entry[key] for key in ("loss", "grad_norm", "learning_rate")]
+                for entry in trainer.state.log_history
+                if "grad_norm" in entry
+            ],
+            "weights": torch.cat([p.detach().flatten().float().cpu() for p in trainer.model.parameters()]),
+            "optimizer": type(engine.optimizer).__name__ if engine is not None else None,
+            "applied": engine.applied_updates if engine is not None else None,
+            "retain": engine.optimizer.retain_gpu_grad_partition_until_step if engine is not None else None,
+        }
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("deepspeed", [{**AUTO, "zero_optimization": {"stage": 1}}, OFFLOAD])
+def test_the_gradient_does_not_depend_on_the_split(two_ranks: RankGroup, deepspeed: dict[str, Any]) -> None:
+    """Models that take ``num_items_in_batch`` (Llama)."""
+    ddp = two_ranks.run(train, *SPLITS[0])[0]
+    for micro_batch, steps in SPLITS:
+        found = two_ranks.run(train, micro_batch, steps, deepspeed)[0]
+        assert found["optimizer"] == "RequestZeROOptimizer"
+        assert found["applied"] == 3
+        assert found["retain"] is ("offload_optimizer" in deepspeed["zero_optimization"])
+        assert close(found["weights"], ddp["weights"])
+        assert torch.allclose(torch.tensor(found["logs"]), torch.tensor(ddp["logs"]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("micro_batch", "steps"), SPLITS[::2])
+def test_other_models_are_trained_as_under_ddp(two_ranks: RankGroup, micro_batch: int, steps: int) -> None:
+    ddp = two_ranks.run(train, micro_batch, steps, model="plain")[0]
+    found = two_ranks.run(train, micro_batch, steps, {**AUTO, "zero_optimization": {"stage": 2}}, model="plain")[0]
+    assert close(found["weights"], ddp["weights"])
+    assert torch.allclose(torch.tensor(found["logs"]), torch.tensor(ddp["logs"]), rtol=1e-5)
+    assert all(norm > 0.25 for _, norm, _ in found["logs"])  # it was clipped
+
+
+def test_the_documented_line(two_ranks: RankGroup) -> None:
+    with_class, with_line = (two_ranks.run(train, 2, 4, OFFLOAD, how=how)[0] for how in ("class", "line"))
+    assert with_line["optimizer"] == "RequestZeROOptimizer"
+    assert with_line["retain"] is True
+    assert torch.equal(with_class["weights"], with_line["weights"])
+    assert with_class["logs"] == with_line["logs"]
+
+
+def test_a_yaml_file_and_grad_norm_without_clipping(two_ranks: RankGroup, tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    OmegaConf.save(OmegaConf.create(OFFLOAD), tmp_path / "ds.yaml")
+    found = two_ranks.run(train, 2, 4, str(tmp_path / "ds.yaml"), max_grad_norm=0.0)[0]
+    assert found["retain"] is True
+    assert all(norm > 0 and math.isfinite(norm) for _, norm, _ in found["logs"])
+
+
+def test_a_resumed_run_ends_as_the_uninterrupted_one(two_ranks: RankGroup, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
+    whole = two_ranks.run(train, 2, 2, OFFLOAD, updates=4, **saving)
+    resumed = two_ranks.run(train, 2, 2, OFFLOAD, updates=4, resume=str(tmp_path / "checkpoint-2"))
+    for expected, got in zip(whole, resumed, strict=True):
+        assert torch.equal(expected["weights"], got["weights"])
+        assert expected["applied"] == got["applied"] == 4
+
+
+def searched() -> list[str]:
+    """A hyperparameter search builds a stock plugin anew and puts it into the arguments."""
+    from accelerate.utils import DeepSpeedPlugin
+
+    from requestzero.accelerate import RequestZeROTrainingArguments
+
+    with fresh():
+        args = RequestZeROTrainingArguments(output_dir=tempfile.mkdtemp(), deepspeed=OFFLOAD, report_to=[])
+        first = args.deepspeed_plugin
+        args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
+        return [type(plugin).__name__ for plugin in (first, args.deepspeed_plugin)]
+
+
+def test_a_stock_plugin_that_is_put_in_later_becomes_ours(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(searched) == [["RequestZeROPlugin"] * 2] * 2
+
+
+def test_the_files_of_accelerate_launch(two_ranks: RankGroup) -> None:
+    environment = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "pkg://requestzero.configs/accelerate/deepspeed/zero2_offload.yaml",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero_stage",
+    }
+    found = two_ranks.run(train, 2, 4, how="launched", environment=environment)[0]
+    expected = two_ranks.run(train, 2, 4, OFFLOAD)[0]
+    assert (found["optimizer"], found["retain"]) == ("RequestZeROOptimizer", False)
+    assert torch.equal(found["weights"], expected["weights"])
+
+
+def test_without_any_deepspeed_config(two_ranks: RankGroup) -> None:
+    message = r"^ValueError: RequestZeROTrainingArguments has no deepspeed=... and the ranks were not launched with"
+    assert_fails(two_ranks, message, train, 2, 4, how="launched")
