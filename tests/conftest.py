@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,12 @@ import pytest
 from ranks import RankGroup
 
 # What DeepSpeed compiles on first use (DeepSpeedCPUAdam) is kept beside the checkout: two environments that share one
-# folder rebuild each other's, and wait without end for the lock of a build that was killed.
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "torch_extensions"))
+# folder rebuild each other's. A build that was killed leaves its lock behind, on which the next one waits without end.
+COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "torch_extensions"
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(COMPILED))
+for lock in COMPILED.glob("*/lock"):
+    if time.time() - lock.stat().st_mtime > 600:
+        lock.unlink()
 
 
 def _group(world_size: int) -> Iterator[RankGroup]:

@@ -1,4 +1,4 @@
-"""Count what a piece of training does: tensor operators, host reads, copies into the host gradient."""
+"""Count what a piece of training does: tensor operators, host reads, copies into the host gradient, memory kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 HOST_READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.item", "tolist"}
 
@@ -54,3 +56,31 @@ class Operators(TorchDispatchMode):
     @property
     def total(self) -> int:
         return sum(self.counts.values())
+
+
+class Allocations(TorchDispatchMode):
+    """Memory that operators have allocated and that is still in use, whoever holds it.
+
+    Scalars are left out: norms and flags are meant to stay.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {_storage(t).data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() > 1 and _storage(tensor).data_ptr() not in given:
+                reference = StorageWeakRef(_storage(tensor))
+                self._made[reference.cdata] = reference, _storage(tensor).nbytes()
+        return result
+
+    @property
+    def bytes_in_use(self) -> int:
+        return sum(size for reference, size in self._made.values() if not reference.expired())
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from counting import Operators
 from ranks import RankGroup
-from windows import Setup, build
+from windows import Fp16OnCpu, Setup, build
 
 
 class Many(torch.nn.Module):
@@ -73,3 +73,35 @@ def test_device_costs_no_more_than_stock(two_ranks: RankGroup, stage: int, model
         assert ours[part]["operators"] <= stock[part]["operators"]
     assert (ours["backward"]["reads"], ours["step"]["reads"]) == (0, 1)
     print(setup, "ours", ours, "stock", stock)
+
+
+def operators_of_step(setup: Setup, divisor: float) -> list[tuple[int, int]]:
+    """Operators and host reads of the steps of three windows."""
+    seen = []
+    with Fp16OnCpu():
+        engine: Any = build(setup, model=Many(8))
+        x = torch.ones(1, 8, dtype=next(engine.module.parameters()).dtype, device=engine.device)
+        for _ in range(3):
+            engine.set_gradient_accumulation_boundary(True)
+            engine.backward(engine(x))
+            with Operators() as operators:
+                engine.step(divisor=divisor)
+            seen.append((operators.total, operators.host_reads))
+        engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("model", ["bf16", "fp16"])
+def test_a_divisor_costs_nothing_where_the_step_divides_anyway(
+    two_ranks: RankGroup, stage: int, offload: bool, model: str
+) -> None:
+    """With clipping (bf16) or a loss scale (fp16) the divisor is part of that division: not one operator more."""
+    config: dict[str, Any] = {
+        "bf16": {"gradient_clipping": 1e-6},
+        "fp16": {"fp16": {"enabled": True, "loss_scale": 16.0}},
+    }
+    setup = Setup(stage=stage, offload=offload, model=model, accum="fp32", config=config[model])
+    without, with_divisor = (two_ranks.run(operators_of_step, setup, divisor)[0] for divisor in (1.0, 3.0))
+    assert with_divisor == without

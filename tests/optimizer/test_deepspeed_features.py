@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from typing import Any
 from unittest.mock import patch
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from ranks import RankGroup
 from test_window import applied_by, assert_sums
-from windows import IN, LR, Layers, Micro, Setup, backward, build, masters, values
+from windows import IN, LR, Layers, Micro, Setup, backward, build, masters, reference, values
 
 ALL = (True,) * 5
 SOME = (True, False, True, True, False)
@@ -329,45 +331,111 @@ def test_16_bit_masters_keep_the_fp32_partition_until_the_step(two_ranks: RankGr
         assert error <= 2**-8, "one rounding to bf16"
 
 
-def muon(stage: int, offload: bool, accum: str, requestzero: bool) -> tuple[list[torch.Tensor], float]:
-    """Three Muon updates of two requests: on our engine as requests, on DeepSpeed's own as one request of two."""
+def adam_states(setup: Setup) -> list[torch.Tensor]:
+    """First moments after one window, as ``safe_get_full_optimizer_state`` gives them: a tenth of the gradient."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    engine = build(setup)
+    for seed in (1, 2):
+        backward(engine, Micro(ALL, seed))
+    engine.step()
+    moments = [safe_get_full_optimizer_state(p, "exp_avg").cpu().clone() for p in engine.module.parameters()]
+    engine.destroy()
+    return moments
+
+
+@every_place
+@pytest.mark.parametrize("zero", [{}, {"round_robin_gradients": True}, {"parameter_alignment": True}])
+def test_optimizer_states_can_be_read(two_ranks: RankGroup, stage: int, offload: bool, zero: dict[str, Any]) -> None:
+    setup = Setup(stage=stage, offload=offload, model="bf16", accum="fp32", optimizer="adamw", zero=zero)
+    expected = reference([[Micro(ALL, 1), Micro(ALL, 2)]], 2)[0]
+    for moments in two_ranks.run(adam_states, setup):
+        for moment, gradient in zip(moments, expected, strict=True):
+            torch.testing.assert_close(moment.double(), gradient / 10, rtol=1e-6, atol=0)
+
+
+def gradients_read_and_set(setup: Setup) -> None:
+    from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+    engine = build(setup)
+    params = list(engine.module.parameters())
+    for micros in ([Micro(ALL, 1), Micro(SOME, 2)], [Micro(SOME, 3), Micro(ALL, 4)]):
+        backward(engine, micros[0])
+        backward(engine, micros[1])
+        expected = reference([micros], 2)[0]
+        for param, gradient in zip(params, expected, strict=True):
+            assert torch.equal(safe_get_full_grad(param).cpu().double(), gradient)
+        for i, param in enumerate(params):
+            safe_set_full_grad(param, torch.full_like(param, i + 1.0, dtype=torch.float32))
+        backward(engine, Micro(ALL, 5))
+        added = reference([[Micro(ALL, 5)]], 2)[0]
+        for i, (applied, more) in enumerate(zip(applied_by(engine), added, strict=True)):
+            assert torch.equal(applied, more + (i + 1.0))
+    engine.destroy()
+
+
+@every_place
+@every_sum
+@pytest.mark.parametrize("groups", [1, 3])
+def test_gradients_can_be_read_and_set_under_parameter_alignment(
+    two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str, groups: int
+) -> None:
+    zero = {"parameter_alignment": True}
+    setup = Setup(stage=stage, offload=offload, model=model, accum=accum, groups=groups, zero=zero)
+    two_ranks.run(gradients_read_and_set, setup)
+
+
+def without_norm(setup: Setup) -> None:
     import deepspeed.comm as dist
 
-    torch.manual_seed(0)
-    model = Smooth()
-    setup = Setup(stage=stage, offload=offload, model="fp32" if accum == "fp32" else "bf16", accum=accum)
-    config = setup.deepspeed_config() | {
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}},
-    }
-    import deepspeed
+    engine = build(setup)
+    micros = [Micro(ALL, 1), Micro(SOME, 2)]
+    for poison in (False, True, False):
+        for micro in micros:
+            backward(engine, micro)
+        if poison:
+            weight = engine.module.layers[0].weight
+            rank = dist.get_rank()
+            handle = weight.register_hook(lambda grad, rank=rank: grad * float("nan") if rank == 0 else grad)
+            backward(engine, Micro(ALL, 3))
+            handle.remove()
+        applied = applied_by(engine, divisor=2.0)
+        assert engine.was_step_applied() is not poison
+        assert_sums(applied, [] if poison else micros, divisor=2.0)
+        assert engine.get_global_grad_norm() is None
+    assert (engine.skipped_steps, engine.applied_updates) == (1, 2)
+    engine.destroy()
 
-    import requestzero as ours
 
-    engine = (ours if requestzero else deepspeed).initialize(model=model, config=config)[0]
-    for step in range(3):
-        for request in range(2):
-            engine.set_gradient_accumulation_boundary(requestzero or request == 1)
-            x = batch(step, request, dist.get_rank()).to(engine.device, next(engine.module.parameters()).dtype)
-            loss = engine(x)
-            engine.backward(loss if requestzero else loss / 2)
-        engine.step(**({"divisor": 2.0} if requestzero else {}))
-    result = (
-        [p.detach().float().cpu().clone() for p in engine.module.parameters()],
-        float(engine.get_global_grad_norm()),
-    )
+@pytest.mark.parametrize("stage", [1, 2])
+def test_without_the_gradient_norm(two_ranks: RankGroup, stage: int) -> None:
+    """``compute_grad_norm: false`` (on the device): sums, divisor and the skipping of overflows are the same."""
+    zero = {"compute_grad_norm": False}
+    two_ranks.run(without_norm, Setup(stage=stage, model="bf16", accum="bf16", zero=zero))
+
+
+def pickled(setup: Setup, requestzero: bool, how: str) -> str:
+    engine = build(setup, requestzero)
+    backward(engine, Micro(ALL, 1))
+    try:
+        if how == "pickle":
+            pickle.dumps(engine.module)
+        else:
+            torch.save(engine.module, io.BytesIO())
+        result = "written"
+    except Exception as error:
+        result = type(error).__name__
     engine.destroy()
     return result
 
 
 @every_place
-def test_muon_sees_the_windows_divided_sum_once(two_ranks: RankGroup, stage: int, offload: bool) -> None:
-    ours = two_ranks.run(muon, stage, offload, "fp32", True)[0]
-    stock = two_ranks.run(muon, stage, offload, "fp32", False)[0]
-    # Newton-Schulz runs in bf16 and amplifies a last-place difference of its input.
-    for a, b in zip(ours[0], stock[0], strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-    assert ours[1] == pytest.approx(stock[1], rel=1e-5)
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_the_module_is_pickled_as_on_stock(two_ranks: RankGroup, stage: int, offload: bool, how: str) -> None:
+    setup = Setup(stage=stage, offload=offload)
+    ours = two_ranks.run(pickled, setup, True, how)
+    assert ours == two_ranks.run(pickled, setup, False, how)
+    print(setup, how, ours)
 
 
 # --- engines side by side -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from ranks import RankGroup
 from windows import Layers, Setup
@@ -104,6 +105,19 @@ def test_pipeline_modules() -> None:
     PipelineModule = type("PipelineModule", (Layers,), {})
     with pytest.raises(ValueError, match=r"The model is a PipelineModule.*pass a plain torch\.nn\.Module"):
         requestzero.initialize(model=PipelineModule(), config={"zero_optimization": {"stage": 1}})
+
+
+def real_pipeline() -> str:
+    from deepspeed.pipe import PipelineModule
+
+    module = PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], num_stages=1)
+    with pytest.raises(ValueError, match=r"The model is a PipelineModule") as error:
+        requestzero.initialize(model=module, config={"zero_optimization": {"stage": 1}})
+    return str(error.value)
+
+
+def test_a_real_pipeline_module(one_rank: RankGroup) -> None:
+    assert "call deepspeed.initialize for pipelines" in one_rank.run(real_pipeline)[0]
 
 
 def test_the_configuration_is_given_once() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from counting import Operators
+from counting import Allocations, Operators
 from ranks import RankGroup
-from windows import Micro, Setup, backward, build, masters
+from windows import Fp16OnCpu, Micro, Setup, backward, build, masters
 
 ALL = (True,) * 5
 FP32_SUM = {"model": "bf16", "accum": "fp32"}
@@ -156,38 +156,64 @@ def test_partition_is_released_between_requests_or_retained(two_ranks: RankGroup
     assert all(torch.equal(a, b) for a, b in zip(released[2], retained[2], strict=True)), "the weights must not differ"
 
 
-def host_copies(setup: Setup, requestzero: bool, ends: list[bool], size: int = 2**20) -> tuple[list[int], int]:
-    """Copies into the host gradient per backward, and the bytes of other host buffers of the gradient."""
-    engine = build(setup, requestzero, model=OneWeight(size))
-    host = engine.optimizer.single_partition_of_fp32_groups[0].grad
-    copies = []
-    for end in ends:
-        engine.set_gradient_accumulation_boundary(end)
-        loss = engine(torch.ones_like(engine.module.weight))
-        with Operators([host]) as operators:
-            engine.backward(loss)
-        copies.append(operators.copies_into_destinations)
-    auxiliary = sum(
-        buffer.numel() * buffer.element_size()
-        for buffer in engine.optimizer.accumulated_grads_in_cpu.values()
-        if buffer.untyped_storage().data_ptr() != host.untyped_storage().data_ptr()
-    )
-    engine.destroy()
-    return copies, auxiliary
+SIZE = 2**20
 
 
-@pytest.mark.parametrize("accum", ["bf16", "fp32"])
+def copies_and_memory(setup: Setup, requestzero: bool, ends: list[bool]) -> list[tuple[int, int]]:
+    """After every backward of a window: its copies into the host gradient, and the bytes kept since the window began.
+
+    Measured on what operators allocate, whoever holds it: on the CPU, buffers on the device and on the host alike.
+    """
+    with Fp16OnCpu():
+        engine = build(setup, requestzero, model=OneWeight(SIZE))
+        host = engine.optimizer.single_partition_of_fp32_groups[0].grad
+        seen, allocations = [], Allocations()
+        for end in ends:
+            engine.set_gradient_accumulation_boundary(end)
+            loss = engine(torch.ones_like(engine.module.weight))
+            with Operators([host]) as operators, allocations:
+                engine.backward(loss)
+            del loss
+            seen.append((operators.copies_into_destinations, allocations.bytes_in_use))
+        engine.step()
+        assert allocations.bytes_in_use == 0 or not requestzero
+        engine.destroy()
+    return seen
+
+
 @pytest.mark.parametrize("stage", [1, 2])
-def test_one_backward_makes_one_host_copy_and_no_auxiliary_buffer(one_rank: RankGroup, stage: int, accum: str) -> None:
-    setup = Setup(stage=stage, offload=True, model="bf16", accum=accum)
-    assert one_rank.run(host_copies, setup, True, [True]) == [([1], 0)]
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_default_accumulation_keeps_no_buffer_and_copies_once(one_rank: RankGroup, stage: int, dtype: str) -> None:
+    setup = Setup(stage=stage, offload=True, model=dtype, accum=dtype)
+    # One backward of 1,048,576 values: no partition-sized buffer on the device, none on the host.
+    assert one_rank.run(copies_and_memory, setup, True, [True]) == [[(1, 0)]]
+    assert one_rank.run(copies_and_memory, setup, True, [True, True, True]) == [[(1, 0)] * 3]
 
 
-def test_two_requests_make_two_host_copies_and_no_auxiliary_buffer(one_rank: RankGroup) -> None:
-    setup = Setup(stage=2, offload=True, model="bf16", accum="bf16")
-    assert one_rank.run(host_copies, setup, True, [True, True]) == [([1, 1], 0)]
-    _, stock_auxiliary = one_rank.run(host_copies, setup, False, [False, True])[0]
-    assert stock_auxiliary == 2 * 2**20, "this can fail: DeepSpeed's own optimizer keeps a buffer"
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_stock_keeps_an_auxiliary_buffer_after_two_backwards(one_rank: RankGroup, dtype: str) -> None:
+    setup = Setup(stage=2, offload=True, model=dtype, accum=dtype)
+    assert one_rank.run(copies_and_memory, setup, True, [False, True]) == [[(1, 0), (1, 0)]]
+    stock = one_rank.run(copies_and_memory, setup, False, [False, True])[0]
+    assert stock == [(0, 2 * SIZE), (1, 2 * SIZE)], "this can fail: DeepSpeed's own optimizer keeps a buffer"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_fp32_accumulation_releases_its_partition_at_request_ends(one_rank: RankGroup, stage: int) -> None:
+    setup = Setup(stage=stage, offload=True, **FP32_SUM)
+    seen = one_rank.run(copies_and_memory, setup, True, [False, True, False, True])[0]
+    assert [copies for copies, _ in seen] == [0, 1, 0, 1]
+    assert [kept for _, kept in seen[1::2]] == [0, 0]
+    if stage == 2:  # stage 1 keeps the open request's own gradients and its reduction bucket
+        assert [kept for _, kept in seen[0::2]] == [4 * SIZE, 4 * SIZE]
+
+
+def test_retained_or_stock_partitions_stay_until_the_step(one_rank: RankGroup) -> None:
+    ends = [False, True, False, True]
+    retained = one_rank.run(copies_and_memory, Setup(offload=True, **FP32_SUM, retain=True), True, ends)[0]
+    stock = one_rank.run(copies_and_memory, Setup(offload=True, **FP32_SUM), False, ends)[0]
+    assert [kept for _, kept in retained] == [4 * SIZE] * 4
+    assert [kept for _, kept in stock] == [4 * SIZE] * 4, "this can fail: DeepSpeed's own optimizer releases nothing"
 
 
 # --- gradients set by the user --------------------------------------------------------------------------------------

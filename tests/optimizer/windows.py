@@ -6,8 +6,10 @@ the outer product of ``w`` and ``x`` and all sums of a window fit into bf16 with
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -155,21 +157,42 @@ def masters(engine: Any) -> list[torch.Tensor]:
 
 def run_windows(setup: Setup, windows: list[Window], requestzero: bool = True) -> list[list[torch.Tensor]]:
     """On this rank: train over ``windows``; for each the applied gradient of every layer, ``(before - after) / lr``."""
-    engine = build(replace(setup), requestzero)
-    applied = []
-    try:
-        for window in windows:
-            before = _weights(engine, requestzero)
-            for micro in window:
-                backward(engine, micro, mark=setup.managed)
-            if setup.managed:
-                engine.set_gradient_accumulation_boundary(True)
-            engine.step()
+    with Fp16OnCpu() if setup.model == "fp16" else nullcontext():
+        engine = build(setup, requestzero)
+        applied = []
+        try:
             after = _weights(engine, requestzero)
-            applied.append([(b - a).double() / LR for b, a in zip(before, after, strict=True)])
-    finally:
-        engine.destroy()
+            for window in windows:
+                before = after
+                for micro in window:
+                    backward(engine, micro, mark=setup.managed)
+                if setup.managed:
+                    engine.set_gradient_accumulation_boundary(True)
+                engine.step()
+                after = _weights(engine, requestzero)
+                applied.append([(b - a).double() / LR for b, a in zip(before, after, strict=True)])
+        finally:
+            engine.destroy()
     return applied
+
+
+class Fp16OnCpu:
+    """DeepSpeed's CPU accelerator refuses fp16 although torch computes it: open that one gate."""
+
+    def __enter__(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        kind = type(get_accelerator())
+        self._patches = [
+            patch.object(kind, "is_fp16_supported", lambda self: True),
+            patch.object(kind, "supported_dtypes", lambda self: [torch.float32, torch.bfloat16, torch.float16]),
+        ]
+        for each in self._patches:
+            each.start()
+
+    def __exit__(self, *details: Any) -> None:
+        for each in self._patches:
+            each.stop()
 
 
 def _weights(engine: Any, requestzero: bool) -> list[torch.Tensor]:
