@@ -67,11 +67,8 @@ def train(cfg: Any, output_dir: Path) -> Any:
     import torch
     from accelerate.utils import set_seed, tqdm
 
-    from requestzero import RequestLoader
-    from requestzero.labels import count_trained
     from requestzero.recipes.accelerate_start import make_accelerator, make_optimizer, same_on_all_ranks, summarize
-    from requestzero.recipes.build import build_data, build_model, build_tokenizer
-    from requestzero.recipes.collate import make_collate
+    from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
     from requestzero.recipes.model import next_token_loss
     from requestzero.recipes.window_metrics import LoopTotals, WindowLoss
 
@@ -84,15 +81,7 @@ def train(cfg: Any, output_dir: Path) -> Any:
     optimizer = make_optimizer(model, cfg.optimizer)
     rise = cfg.optimizer.warmup_steps + 1
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rise))
-    loader = RequestLoader(
-        data.requests,
-        make_collate(tokenizer.pad_id),
-        ids=data.ids,
-        micro_batch_size=cfg.data.micro_batch_size,
-        weight=count_trained,
-        shuffle=cfg.data.shuffle,
-        seed=cfg.seed,
-    )
+    loader = build_loader(cfg, data, tokenizer)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     totals, losses = LoopTotals(), WindowLoss(accelerator.device)
     accelerator.register_for_checkpointing(loader, totals)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from requestzero.recipes.config_check import zero_settings
-from requestzero.recipes.config_schema import PRECISIONS
+from requestzero.settings import PRECISIONS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

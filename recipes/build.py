@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from requestzero import RequestLoader
+from requestzero.labels import count_trained
+from requestzero.recipes.collate import make_collate
 from requestzero.recipes.data import RequestData, load_requests
 from requestzero.recipes.model import ByteDecoder, load_hugging_face
 from requestzero.recipes.tokenizer import ByteTokenizer, HuggingFaceTokenizer, TextTokenizer
@@ -27,6 +30,19 @@ def build_data(cfg: Any, tokenizer: TextTokenizer, world_size: int) -> RequestDa
         sequence_length=cfg.data.sequence_length,
         longest_request=(cfg.data.longest_request or 0) * sequences_per_round,
         skip_bad_lines=cfg.data.on_bad_line == "skip",
+    )
+
+
+def build_loader(cfg: Any, data: RequestData, tokenizer: TextTokenizer) -> RequestLoader:
+    """The micro-batches of ``data``, for this rank."""
+    return RequestLoader(
+        data.requests,
+        make_collate(tokenizer.pad_id),
+        ids=data.ids,
+        micro_batch_size=cfg.data.micro_batch_size,
+        weight=count_trained,
+        shuffle=cfg.data.shuffle,
+        seed=cfg.seed,
     )
 
 

@@ -15,9 +15,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from requestzero.deepspeed_config import overflow_to_config
-from requestzero.recipes.config_schema import PRECISIONS, RecipeConfig
+from requestzero.recipes.config_schema import RecipeConfig
 from requestzero.recipes.devices import choose_devices, count_gpus
-from requestzero.settings import OverflowSettings, RequestZeROSettings
+from requestzero.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
 
 
 def config_problems(cfg: Any) -> list[str]:

@@ -10,16 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from requestzero.settings import OverflowSettings, RequestZeROSettings
-
-PRECISIONS = {
-    "32-true": "fp32",
-    "bf16-true": "bf16",
-    "bf16-mixed": "bf16",
-    "16-true": "fp16",
-    "16-mixed": "fp16",
-}
-"""Lightning's name of a precision -> the model's dtype under DeepSpeed."""
+from requestzero.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
 
 
 def option(default: Any, **limits: Any) -> Any:

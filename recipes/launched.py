@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from requestzero.recipes.config_schema import PRECISIONS
+from requestzero.settings import PRECISIONS
 
 RESOLVER = "launched"
 SHOWN = {"stage", "offload_optimizer", "retain_gpu_grad_partition_until_step", "grad_accum_dtype"}

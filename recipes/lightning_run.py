@@ -11,10 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from rich.console import Console
 
-from requestzero import RequestLoader, RequestZeRO
-from requestzero.labels import count_trained
-from requestzero.recipes.build import build_data, build_model, build_tokenizer
-from requestzero.recipes.collate import make_collate
+from requestzero import RequestZeRO
+from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
 from requestzero.recipes.config_check import zero_settings
 from requestzero.recipes.data import RequestData
 from requestzero.recipes.devices import choose_devices
@@ -38,15 +36,7 @@ def train(cfg: Any, output_dir: Path, console: Console) -> RunSummary | None:
     tokenizer = build_tokenizer(cfg.model)
     data = build_data(cfg, tokenizer, choose_devices(cfg.trainer).world_size)
     module = LanguageModeling(build_model(cfg), cfg.optimizer)
-    loader = RequestLoader(
-        data.requests,
-        make_collate(tokenizer.pad_id),
-        ids=data.ids,
-        micro_batch_size=cfg.data.micro_batch_size,
-        weight=count_trained,
-        shuffle=cfg.data.shuffle,
-        seed=cfg.seed,
-    )
+    loader = build_loader(cfg, data, tokenizer)
     metrics = UpdateMetrics()
     trainer = make_trainer(cfg, output_dir, console, metrics)
     trainer.fit(module, loader, ckpt_path=cfg.trainer.resume_from)

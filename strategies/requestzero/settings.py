@@ -15,6 +15,14 @@ STAGES = (1, 2)
 GRAD_ACCUM_DTYPES = ("fp32", "bf16", "fp16")
 NORMALIZATIONS = ("mean", "sum")
 INCOMPLETE_WINDOW = ("step", "drop")
+# Lightning's name of a precision -> the model's dtype, as DeepSpeed names its section.
+PRECISIONS = {
+    "32-true": "fp32",
+    "bf16-true": "bf16",
+    "bf16-mixed": "bf16",
+    "16-true": "fp16",
+    "16-mixed": "fp16",
+}
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -14,10 +14,9 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from requestzero.lightning.config import PRECISIONS as STRATEGY_PRECISIONS
 from requestzero.recipes.build import build_data, build_model, build_tokenizer
 from requestzero.recipes.config_check import config_problems, zero_settings
-from requestzero.recipes.config_schema import PRECISIONS, OverflowConfig, ZeroConfig, register_schema
+from requestzero.recipes.config_schema import OverflowConfig, ZeroConfig, register_schema
 from requestzero.recipes.lightning_run import make_trainer
 from requestzero.recipes.override_check import command_problems, without_hydra
 from requestzero.recipes.update_metrics import UpdateMetrics
@@ -109,10 +108,6 @@ def test_the_schema_is_derived_from_the_settings(config: type, settings: type) -
     given = {item.name: item.default for item in dataclasses.fields(config)}
     owned = {item.name: item.default for item in dataclasses.fields(settings) if item.name != "overflow"}
     assert given == owned
-
-
-def test_precisions_are_those_of_the_strategy() -> None:
-    assert PRECISIONS == STRATEGY_PRECISIONS
 
 
 def test_hydras_own_part_is_taken_off() -> None:

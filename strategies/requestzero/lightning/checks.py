@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import LBFGS, Optimizer
 
 from requestzero.deepspeed_config import Config
-from requestzero.lightning.config import PRECISIONS
 from requestzero.lightning.deepspeed_device import supports_fp16
+from requestzero.settings import PRECISIONS
 
 
 def check_device(device: torch.device) -> None:

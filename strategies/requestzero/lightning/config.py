@@ -19,18 +19,9 @@ from requestzero.deepspeed_config import (
     overflow_to_config,
 )
 from requestzero.deepspeed_keys import check_top_level_keys, check_values, check_zero_section, wants_offload
-from requestzero.settings import OverflowSettings, RequestZeROSettings
+from requestzero.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
 
 ARGUMENTS = "the arguments of RequestZeRO"
-
-# Lightning's precision flag -> the model's dtype as DeepSpeed names its section.
-PRECISIONS = {
-    "32-true": "fp32",
-    "bf16-true": "bf16",
-    "bf16-mixed": "bf16",
-    "16-true": "fp16",
-    "16-mixed": "fp16",
-}
 
 
 class _ArgumentsAsConfig(DeepSpeedStrategy):
