@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DummyOptim
+from accelerate.utils import DummyOptim, InitProcessGroupKwargs
 
 from requestzero.accelerate.sources import look_up, places_of
 from requestzero.deepspeed_config import check_supported
@@ -28,11 +28,24 @@ def check_arguments(arguments: Mapping[str, Any], environ: Mapping[str, str]) ->
             "Accelerator(cpu=True) makes Accelerate leave DeepSpeed out: drop it. To use the CPU on a machine with "
             "GPUs, hide them with CUDA_VISIBLE_DEVICES=-1 (gpu_ids: '-1' in accelerate's config file)."
         )
+    for handler in arguments.get("kwargs_handlers") or ():
+        if isinstance(handler, InitProcessGroupKwargs) and torch.distributed.is_initialized():
+            _check_late(handler)
     steps, launched = arguments.get("gradient_accumulation_steps", 1), environ.get(_STEPS)
     if launched is not None and steps not in (1, int(launched)):
         raise ValueError(
             f"gradient_accumulation_steps is {steps} in Accelerator(...) and {launched} in accelerate's "
             "gradient_accumulation_steps (config file or flag): set it in one place, or to the same value."
+        )
+
+
+def _check_late(handler: InitProcessGroupKwargs) -> None:
+    default = InitProcessGroupKwargs(backend=handler.backend)
+    if (handler.timeout, handler.init_method) != (default.timeout, default.init_method):
+        raise ValueError(
+            f"InitProcessGroupKwargs(timeout={handler.timeout}, init_method={handler.init_method!r}) comes too late: "
+            "the ranks are joined already (on the CPU when the RequestZeROPlugin is built). Call "
+            "torch.distributed.init_process_group with these before, and leave the handler out."
         )
 
 
