@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +10,10 @@ import torch
 from accelerate import Accelerator
 from loops import NO_ADAM, Loop, assert_fails, fresh, make_accelerator, prepare, weights
 from ranks import RankGroup
+from test_cases import CASES, TwoLayers
 
 from requestzero import MicroBatch, RequestLoader, RequestZeROPlugin
 
-CASES = json.loads((Path(__file__).parents[1] / "optimizer" / "update_windows.json").read_text())["cases"]
 LR = 1 / 16
 CONFIGURATIONS = {
     f"zero{stage} {device} model={model} accumulate={accumulation}": (stage, device, model, accumulation)
@@ -26,17 +24,6 @@ CONFIGURATIONS = {
         (2, "cpu", "bf16", "fp32"),
     )
 }
-
-
-class TwoLayers(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(2))
-        for param in self.parameters():
-            torch.nn.init.zeros_(param)
-
-    def forward(self, x: torch.Tensor, uses: list[int]) -> torch.Tensor:
-        return sum((layer(x).sum() for layer, used in zip(self.layers, uses, strict=True) if used), x.sum() * 0)
 
 
 def set_up(configuration: tuple[int, str, str, str]) -> tuple[Any, ...]:

@@ -175,22 +175,13 @@ def universal_checkpoint(setup: Setup, folder: str) -> None:
     engine.destroy()
 
 
-def load_universal(setup: Setup, folder: str) -> list[torch.Tensor]:
+def load_and_go_on(setup: Setup, folder: str, tag: str, used: bool) -> list[torch.Tensor]:
+    """``used``: the engine has trained before it loads."""
     engine = build(setup)
-    backward(engine, Micro(ALL, 77))
-    engine.step()
-    engine.load_checkpoint(folder, tag="universal")
-    for seed in (7, 8):
-        backward(engine, Micro(ALL, seed))
-    engine.step()
-    weights = masters(engine)
-    engine.destroy()
-    return weights
-
-
-def load_own(setup: Setup, folder: str) -> list[torch.Tensor]:
-    engine = build(setup)
-    engine.load_checkpoint(folder, tag="saved")
+    if used:
+        backward(engine, Micro(ALL, 77))
+        engine.step()
+    engine.load_checkpoint(folder, tag=tag)
     for seed in (7, 8):
         backward(engine, Micro(ALL, seed))
     engine.step()
@@ -217,8 +208,8 @@ def test_universal_checkpoints(
         config={"checkpoint": {"load_universal": True}},
     )
     for a, b in zip(
-        two_ranks.run(load_universal, universal, str(tmp_path)),
-        two_ranks.run(load_own, setup, str(tmp_path)),
+        two_ranks.run(load_and_go_on, universal, str(tmp_path), "universal", True),
+        two_ranks.run(load_and_go_on, setup, str(tmp_path), "saved", False),
         strict=True,
     ):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankGroup
-from test_window import applied_by, assert_sums
+from test_window import applied_by, assert_sums, interrupt_backward
 from windows import LR, Micro, Setup, backward, build, masters, values
 
 ALL = (True,) * 5
@@ -87,10 +87,7 @@ def test_a_gradient_set_in_an_absent_group_is_kept(
 
 def step_after_an_exception(setup: Setup) -> None:
     engine = build(setup)
-    handle = engine.module.layers[0].weight.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("interrupted")))
-    with pytest.raises(KeyError, match="interrupted"):
-        backward(engine, Micro(ALL, 2))
-    handle.remove()
+    interrupt_backward(engine)
     engine.set_gradient_accumulation_boundary(True)
     engine.step()
     assert not engine.was_step_applied()

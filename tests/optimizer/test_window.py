@@ -282,14 +282,19 @@ def test_zero_grad_discards_the_open_window(
     two_ranks.run(zero_grad_discards, setup, through_optimizer)
 
 
-def interrupted(setup: Setup) -> None:
-    """An exception in the middle of a backward, then zero_grad(): the next window is exact."""
-    engine = build(setup)
-    backward(engine, Micro(ALL, 1, False))
+def interrupt_backward(engine: Any) -> None:
+    """A backward that an exception ends in the middle, as the first layer's gradient arrives."""
     handle = engine.module.layers[0].weight.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("interrupted")))
     with pytest.raises(KeyError, match="interrupted"):
         backward(engine, Micro(ALL, 2))
     handle.remove()
+
+
+def interrupted(setup: Setup) -> None:
+    """An exception in the middle of a backward, then zero_grad(): the next window is exact."""
+    engine = build(setup)
+    backward(engine, Micro(ALL, 1, False))
+    interrupt_backward(engine)
     engine.zero_grad()
     micros = [Micro(ALL, 3), Micro(ALL, 4)]
     for micro in micros:
