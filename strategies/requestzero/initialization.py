@@ -7,7 +7,8 @@ import inspect
 from functools import partial
 from typing import Any
 
-from requestzero.deepspeed_config import check_supported, load_config, take_retain_option
+from requestzero.deepspeed_config import check_supported, load_config
+from requestzero.engine_options import take_engine_options
 from requestzero.versions import require_supported_deepspeed
 
 
@@ -29,14 +30,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     config = _take_config(given)
-    retain = take_retain_option(config)
+    options = take_engine_options(config)
     check_supported(config, given.get("model"))
 
     from requestzero.communication import without_inference_operator
     from requestzero.optimizer.engine import RequestZeROEngine
     from requestzero.optimizer.swap import replaced
 
-    engine_class = partial(RequestZeROEngine, retain_gpu_grad_partition_until_step=retain)
+    engine_class = partial(RequestZeROEngine, options=options)
     with without_inference_operator(), replaced(deepspeed, "DeepSpeedEngine", engine_class):
         return deepspeed.initialize(**given, config=config)
 

@@ -114,10 +114,10 @@ class RequestZeROAccelerator(Accelerator):
         from requestzero.optimizer.engine import RequestZeROEngine
         from requestzero.optimizer.swap import replaced
 
-        steps, retain = self.gradient_state.num_steps, plugin.settings.retain_gpu_grad_partition_until_step
+        steps = self.gradient_state.num_steps
         config = plugin.deepspeed_config
         sizes = choose_sizes(config, data_loaders(args), plugin.is_train_batch_min, steps, self.num_processes)
-        engine_class = partial(RequestZeROEngine, retain_gpu_grad_partition_until_step=retain)
+        engine_class = partial(RequestZeROEngine, options=plugin.engine_options)
         self.gradient_accumulation_steps = 1  # as in the engine's config, else Accelerate takes that over
         try:
             with (

@@ -17,6 +17,7 @@ from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
 from requestzero.accelerate.sources import AUTO, look_up, places_of
 from requestzero.deepspeed_config import merge_configs, overflow_to_config
+from requestzero.engine_options import EngineOptions
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 from requestzero.versions import require_supported_deepspeed
 
@@ -111,6 +112,11 @@ class RequestZeROPlugin(DeepSpeedPlugin):
     def settings(self) -> RequestZeROSettings:
         """The options as all places together have decided them."""
         return self.plan.settings
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """What the engine is told beside the DeepSpeed config."""
+        return EngineOptions(retain_gpu_grad_partition_until_step=self.settings.retain_gpu_grad_partition_until_step)
 
     def requests(self, accelerator: Accelerator) -> Requests:
         """Requests of several micro-batches, and windows of any number of requests, for a loop with ``accelerator``."""

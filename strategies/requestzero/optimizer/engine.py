@@ -11,6 +11,7 @@ from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION, DeepSpeedEngine
 from typing_extensions import override
 
+from requestzero.engine_options import EngineOptions
 from requestzero.optimizer.swap import replaced
 from requestzero.optimizer.window import UpdateWindow
 from requestzero.optimizer.zero_optimizer import RequestZeROOptimizer
@@ -25,8 +26,8 @@ class RequestZeROEngine(DeepSpeedEngine):
     optimizer: RequestZeROOptimizer
     _is_gradient_accumulation_boundary: bool | None
 
-    def __init__(self, *args: Any, retain_gpu_grad_partition_until_step: bool = False, **kwargs: Any) -> None:
-        self._retain_gpu_grad_partition_until_step = retain_gpu_grad_partition_until_step
+    def __init__(self, *args: Any, options: EngineOptions | None = None, **kwargs: Any) -> None:
+        self.options = EngineOptions() if options is None else options
         super().__init__(*args, **kwargs)
 
     # --- windows ----------------------------------------------------------------------------------------------------
@@ -49,6 +50,28 @@ class RequestZeROEngine(DeepSpeedEngine):
     def peak_grad_partition_bytes(self) -> int:
         """The most that :meth:`grad_partition_bytes` has been at the end of a backward."""
         return self.optimizer.peak_grad_partition_bytes
+
+    def begin_request(
+        self, request_id: str | int | None = None, *, micro_batches: int | None = None, window_end: bool | None = None
+    ) -> None:
+        """Say what comes next, before a request's first backward: its name, and what is known of it.
+
+        Optional: a backward without it begins a request without a name.
+
+        Args:
+            request_id: name of the request in messages and logs.
+            micro_batches: how many backwards this rank will run for it.
+            window_end: whether a step follows the request.
+
+        Raises:
+            RuntimeError: the request before it is still open.
+        """
+        if self.update_window.request_open:
+            raise RuntimeError(
+                f"begin_request({request_id!r}) while the request before it is open: end it first, with "
+                "set_gradient_accumulation_boundary(True) before its last backward, or with end_request()."
+            )
+        self.update_window.begin_request(request_id)
 
     def end_request(self) -> None:
         """End the open request after its last backward has already run.
@@ -149,7 +172,8 @@ class RequestZeROEngine(DeepSpeedEngine):
     @override
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
         wanted = partial(
-            RequestZeROOptimizer, retain_gpu_grad_partition_until_step=self._retain_gpu_grad_partition_until_step
+            RequestZeROOptimizer,
+            retain_gpu_grad_partition_until_step=self.options.retain_gpu_grad_partition_until_step,
         )
         with replaced(deepspeed_engine, "DeepSpeedZeroOptimizer", wanted):
             return super()._configure_zero_optimizer(optimizer)

@@ -26,6 +26,8 @@ class UpdateWindow:
     """Requests that have ended in this window."""
     request_open: bool = False
     """Whether a backward has run since the last request end."""
+    request_ids: list[str | int | None] = field(default_factory=list)
+    """Names of the window's requests in order, the open one included; ``None`` where the caller gave none."""
     divisor: float = 1.0
     """What the sum is divided by when it is applied; known at step time only."""
 
@@ -53,8 +55,15 @@ class UpdateWindow:
         """Whether the window holds any gradient: the next step has something to apply."""
         return self.micro_batches > 0
 
+    def begin_request(self, request_id: str | int | None) -> None:
+        """Note the name of the request that the next backward belongs to."""
+        del self.request_ids[self.requests :]  # one that was announced and never came
+        self.request_ids.append(request_id)
+
     def begin_micro_batch(self) -> None:
-        """Count one backward."""
+        """Count one backward, which begins a request without a name where none was announced."""
+        if not self.request_open and len(self.request_ids) == self.requests:
+            self.request_ids.append(None)
         self.micro_batches += 1
         self.request_open = True
 
