@@ -18,6 +18,8 @@ from requestzero.settings import OverflowSettings, RequestZeROSettings
 Config = dict[str, Any]
 
 RETAIN_OPTION = "retain_gpu_grad_partition_until_step"
+OVERFLOW_SECTION = "overflow"
+"""Our own section of a DeepSpeed config, for the overflow options that have no place upstream."""
 
 
 def load_config(config: Any, source: str = "config") -> Config:
@@ -149,7 +151,7 @@ def settings_to_config(settings: RequestZeROSettings) -> Config:
 
 
 def overflow_to_config(overflow: OverflowSettings, precision: str) -> Config:
-    """The DeepSpeed keys of the overflow options that were set.
+    """The DeepSpeed keys of the overflow options that were set, and ours in a section ``overflow``.
 
     Args:
         precision: the model's dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
@@ -169,14 +171,15 @@ def overflow_to_config(overflow: OverflowSettings, precision: str) -> Config:
             "overflow.check_grad_overflow=False is not possible in fp16, whose loss scaling needs the check: leave "
             "it out, or train in bf16."
         )
+    config: Config = {}
+    if precision == "fp16" and scaling:
+        config["fp16"] = scaling
+    if precision == "bf16" and check is not None:
+        config["bf16"] = {"check_grad_overflow": check}
+    own = overflow.own_options()
     if precision == "fp32" and check is not None:
-        raise ValueError(
-            f"overflow.check_grad_overflow={check!r} applies to bf16 only, but the precision is fp32: leave it out, "
-            "or train in bf16."
-        )
-    if precision == "fp16":
-        return {"fp16": scaling} if scaling else {}
-    return {"bf16": {"check_grad_overflow": check}} if check is not None else {}
+        own["check_grad_overflow"] = check
+    return {**config, OVERFLOW_SECTION: own} if own else config
 
 
 def take_retain_option(config: Config) -> bool:

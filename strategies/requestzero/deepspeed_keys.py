@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from requestzero.deepspeed_config import RETAIN_OPTION, Config
+from requestzero.nearest import nearest
 
 # fmt: off
 TOP_LEVEL_KEYS = frozenset([
@@ -56,12 +56,6 @@ STAGE_3_KEYS = frozenset([
 ])
 """Keys of ``zero_optimization`` that only stage 3 reads, beside those whose name begins with ``stage3_``."""
 # fmt: on
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the known name that is most like ``name``, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def check_top_level_keys(config: Config, source: str) -> None:

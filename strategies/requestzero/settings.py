@@ -15,6 +15,8 @@ STAGES = (1, 2)
 GRAD_ACCUM_DTYPES = ("fp32", "bf16", "fp16")
 NORMALIZATIONS = ("mean", "sum")
 INCOMPLETE_WINDOW = ("step", "drop")
+ON_OVERFLOW = ("skip", "raise", "drop_request")
+OWN_OVERFLOW_KEYS = ("on_overflow", "max_consecutive_skips")
 # Lightning's name of a precision -> the model's dtype, as DeepSpeed names its section.
 PRECISIONS = {
     "32-true": "fp32",
@@ -53,12 +55,19 @@ def _check_number(name: str, value: Any, lowest: float = -math.inf, above: float
 class OverflowSettings:
     """What happens to gradients that are not finite, and how fp16 losses are scaled.
 
-    ``None`` leaves the choice to DeepSpeed's default for the precision in use.
+    ``None`` leaves the choice to the default for the precision in use.
     """
 
     check_grad_overflow: bool | None = None
-    """Whether a window with an inf or NaN gradient is skipped (bf16: default true). fp16 always checks, fp32 has
-    no such switch in DeepSpeed; there only ``None`` is allowed. DeepSpeed key: ``bf16.check_grad_overflow``."""
+    """Whether gradients are looked at for inf and NaN: on by default in bf16 and fp16 (where it cannot be off), off in
+    fp32. DeepSpeed key: ``bf16.check_grad_overflow``, and ``overflow.check_grad_overflow`` in fp32."""
+    on_overflow: str = "skip"
+    """What happens then: ``"skip"`` drops the window's update, ``"raise"`` ends the run with an error on all ranks
+    that names parameters, request and rank, ``"drop_request"`` leaves only that request out of the window's update.
+    DeepSpeed key: ``overflow.on_overflow``."""
+    max_consecutive_skips: int | None = None
+    """How many updates in a row may be skipped; the last of them ends the run with an error. ``None``: any number.
+    DeepSpeed key: ``overflow.max_consecutive_skips``."""
     loss_scale: float | None = None
     """fp16 only. 0 scales the loss dynamically (DeepSpeed's default), a positive number statically.
     DeepSpeed key: ``fp16.loss_scale``."""
@@ -82,6 +91,13 @@ class OverflowSettings:
         for name in ("check_grad_overflow", "consecutive_hysteresis"):
             if getattr(self, name) is not None:
                 _check_bool(f"overflow.{name}", getattr(self, name))
+        _check_choice("overflow.on_overflow", self.on_overflow, ON_OVERFLOW)
+        _check_integer("overflow.max_consecutive_skips", self.max_consecutive_skips, 1)
+        if self.max_consecutive_skips is not None and self.on_overflow == "raise":
+            raise ValueError(
+                f"overflow.max_consecutive_skips={self.max_consecutive_skips} and overflow.on_overflow='raise' disagree: no "
+                "update is skipped where the first one raises. Leave one of them out."
+            )
         _check_number("overflow.loss_scale", self.loss_scale, lowest=0)
         for name, lowest in (("initial_scale_power", 0), ("loss_scale_window", 1), ("hysteresis", 1)):
             _check_integer(f"overflow.{name}", getattr(self, name), lowest)
@@ -113,7 +129,15 @@ class OverflowSettings:
         return {
             item.name: getattr(self, item.name)
             for item in fields(self)
-            if item.name != "check_grad_overflow" and getattr(self, item.name) is not None
+            if item.name not in (*OWN_OVERFLOW_KEYS, "check_grad_overflow") and getattr(self, item.name) is not None
+        }
+
+    def own_options(self) -> dict[str, Any]:
+        """The options that differ from their defaults and for which DeepSpeed has no place in any precision."""
+        return {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name in OWN_OVERFLOW_KEYS and getattr(self, item.name) != item.default
         }
 
 

@@ -459,11 +459,6 @@ def test_values_as_deepspeed_reads_them() -> None:
         ("bf16-mixed", {"config": {"fp16": {"hysteresis": 4}}}, r"overflow\.hysteresis scales fp16 losses"),
         (
             "32-true",
-            {"overflow": {"check_grad_overflow": True}},
-            r"check_grad_overflow=True applies to bf16 only",
-        ),
-        (
-            "32-true",
             {"config": {"bf16": {"enabled": True}}},
             r"bf16\.enabled is True in config, but the Trainer has",
         ),

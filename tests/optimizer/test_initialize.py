@@ -212,6 +212,12 @@ def test_overflow_becomes_deepspeed_keys() -> None:
     assert overflow_to_config(OverflowSettings(check_grad_overflow=True, hysteresis=3), "fp16") == {
         "fp16": {"hysteresis": 3}
     }
+    assert overflow_to_config(OverflowSettings(check_grad_overflow=True), "fp32") == {
+        "overflow": {"check_grad_overflow": True}
+    }
+    assert overflow_to_config(OverflowSettings(max_consecutive_skips=3), "bf16") == {
+        "overflow": {"max_consecutive_skips": 3}
+    }
 
 
 @pytest.mark.parametrize(
@@ -220,7 +226,6 @@ def test_overflow_becomes_deepspeed_keys() -> None:
         ({"loss_scale": 8.0}, "bf16", r"overflow\.loss_scale scales fp16 losses, but the precision is bf16"),
         ({"hysteresis": 2}, "fp32", r"overflow\.hysteresis scales fp16 losses, but the precision is fp32"),
         ({"check_grad_overflow": False}, "fp16", r"overflow\.check_grad_overflow=False is not possible in fp16"),
-        ({"check_grad_overflow": True}, "fp32", r"overflow\.check_grad_overflow=True applies to bf16 only"),
     ],
 )
 def test_overflow_options_that_do_not_apply(overflow: dict[str, Any], precision: str, message: str) -> None:

@@ -14,7 +14,7 @@ BOOLS = r"use true or false\."
 
 
 def test_defaults() -> None:
-    overflow = dict.fromkeys(asdict(OverflowSettings()))
+    overflow = {**dict.fromkeys(asdict(OverflowSettings())), "on_overflow": "skip"}
     assert asdict(RequestZeROSettings()) == {
         "stage": 2,
         "offload_optimizer": False,
@@ -71,6 +71,8 @@ def test_a_value_that_is_not_allowed(name: str, value: Any, allowed: str) -> Non
     [
         ("check_grad_overflow", "yes", BOOLS),
         ("consecutive_hysteresis", 0, BOOLS),
+        ("on_overflow", "stop", r"use one of 'skip', 'raise', 'drop_request'\."),
+        ("max_consecutive_skips", 0, r"use a whole number of at least 1\."),
         ("loss_scale", -1, r"use a number of at least 0\."),
         ("loss_scale", "dynamic", r"use a number of at least 0\."),
         ("loss_scale", True, r"use a number of at least 0\."),
@@ -99,10 +101,24 @@ def test_a_static_loss_scale_has_no_dynamic_options() -> None:
         OverflowSettings(loss_scale=128, hysteresis=2)
 
 
+def test_an_update_that_raises_is_not_skipped_in_a_row() -> None:
+    message = r"^overflow\.max_consecutive_skips=3 and overflow\.on_overflow='raise' disagree: "
+    with pytest.raises(ValueError, match=message):
+        OverflowSettings(max_consecutive_skips=3, on_overflow="raise")
+
+
+def test_own_options_are_those_that_deepspeed_has_no_place_for() -> None:
+    assert OverflowSettings(check_grad_overflow=True, loss_scale=8).own_options() == {}
+    settings = OverflowSettings(on_overflow="drop_request", max_consecutive_skips=2, hysteresis=2)
+    assert settings.own_options() == {"on_overflow": "drop_request", "max_consecutive_skips": 2}
+    assert settings.loss_scale_options() == {"hysteresis": 2}
+
+
 def test_an_overflow_option_that_does_not_exist() -> None:
     message = (
-        r"^overflow\.los_scale is not an option: use one of check_grad_overflow, loss_scale, "
-        r"initial_scale_power, loss_scale_window, hysteresis, consecutive_hysteresis, min_loss_scale\.$"
+        r"^overflow\.los_scale is not an option: use one of check_grad_overflow, on_overflow, "
+        r"max_consecutive_skips, loss_scale, initial_scale_power, loss_scale_window, hysteresis, "
+        r"consecutive_hysteresis, min_loss_scale\.$"
     )
     with pytest.raises(ValueError, match=message):
         OverflowSettings.build({"los_scale": 1})

@@ -98,7 +98,6 @@ BAD = [
         "zero.grad_accum_dtype='bf16' has nothing to keep",
     ),
     ("overflow.loss_scale=128", "overflow.loss_scale=128.0 with precision.mode='bf16-true': "),
-    ("precision=fp32 overflow=check", "overflow.check_grad_overflow=True with precision.mode='32-true': "),
     ("overflow.hysteresis=0", "overflow.hysteresis=0 is not allowed: use a whole number of at least 1."),
     (
         "precision=fp16 overflow=fp16_dynamic overflow.loss_scale=8",

@@ -13,7 +13,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from requestzero.accelerate.launch import NONE, load_named
 from requestzero.accelerate.sources import Source, merge_sources, put
 from requestzero.deepspeed_config import RETAIN_OPTION, Config, load_config
-from requestzero.deepspeed_keys import nearest
+from requestzero.nearest import nearest
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 ARGUMENTS = "the arguments of RequestZeROPlugin"
@@ -121,8 +121,9 @@ def _own(given: Mapping[str, Any]) -> Config:
     config: Config = {}
     if given.get("normalization") is not None:
         config["normalization"] = given["normalization"]
-    overflow = vars(OverflowSettings.build(given.get("overflow")))
-    said = {name: value for name, value in overflow.items() if value is not None}
+    overflow = OverflowSettings.build(given.get("overflow"))
+    default = OverflowSettings()
+    said = {name: value for name, value in vars(overflow).items() if value != getattr(default, name)}
     return {**config, "overflow": said} if said else config
 
 

@@ -176,7 +176,7 @@ def _effective_overflow(config: Config, overflow: OverflowSettings) -> OverflowS
     sections = _overlay(_overflow_sections(overflow), {key: config[key] for key in ("fp16", "bf16") if key in config})
     known = OverflowSettings.__dataclass_fields__
     values = {key: value for name in ("fp16", "bf16") for key, value in sections[name].items() if key in known}
-    return OverflowSettings(**values)
+    return OverflowSettings(**overflow.own_options() | values)
 
 
 def with_precision(config: Config, overflow: OverflowSettings, precision: str) -> Config:

@@ -12,7 +12,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from requestzero.deepspeed_keys import BUCKET_SIZES, check_bucket_size, nearest
+from requestzero.deepspeed_keys import BUCKET_SIZES, check_bucket_size
+from requestzero.nearest import nearest
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 OWN_OPTIONS = (

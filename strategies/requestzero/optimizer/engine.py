@@ -12,6 +12,7 @@ from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION, DeepSpeedEngin
 from typing_extensions import override
 
 from requestzero.engine_options import EngineOptions
+from requestzero.optimizer.skips import SkippedUpdate, SkipRecord
 from requestzero.optimizer.swap import replaced
 from requestzero.optimizer.window import UpdateWindow
 from requestzero.optimizer.zero_optimizer import RequestZeROOptimizer
@@ -28,6 +29,7 @@ class RequestZeROEngine(DeepSpeedEngine):
 
     def __init__(self, *args: Any, options: EngineOptions | None = None, **kwargs: Any) -> None:
         self.options = EngineOptions() if options is None else options
+        self._skips = SkipRecord()
         super().__init__(*args, **kwargs)
 
     # --- windows ----------------------------------------------------------------------------------------------------
@@ -39,8 +41,42 @@ class RequestZeROEngine(DeepSpeedEngine):
 
     @property
     def applied_updates(self) -> int:
-        """Updates that changed the weights: attempted ones (``global_steps``) less ``skipped_steps``."""
-        return int(self.global_steps - self.skipped_steps)
+        """Updates that changed the weights: attempted ones less skipped ones."""
+        return self.attempted_updates - self.skipped_updates
+
+    @property
+    def attempted_updates(self) -> int:
+        """Windows that were stepped, applied or not (DeepSpeed's ``global_steps``)."""
+        return int(self.global_steps)
+
+    @property
+    def skipped_updates(self) -> int:
+        """Updates that were not applied because their gradient was not finite (DeepSpeed's ``skipped_steps``)."""
+        return int(self.skipped_steps)
+
+    @property
+    def consecutive_skips(self) -> int:
+        """Updates that were skipped since the last one that was applied."""
+        return self._skips.consecutive
+
+    @property
+    def dropped_requests(self) -> int:
+        """Requests that were left out of their window's update (``overflow.on_overflow="drop_request"``)."""
+        return self._skips.dropped_requests
+
+    @property
+    def last_skip(self) -> SkippedUpdate | None:
+        """What is known of the update that was skipped last; ``None`` before the first."""
+        return self._skips.recent[-1] if self._skips.recent else None
+
+    @property
+    def loss_scale_history(self) -> tuple[tuple[int, float], ...]:
+        """The last 100 changes of the loss scale: updates attempted until then, and the scale from then on."""
+        return tuple(self._skips.loss_scales)
+
+    def current_loss_scale(self) -> float:
+        """What the losses are multiplied by now; 1 outside fp16."""
+        return float(self.optimizer.loss_scale)
 
     def grad_partition_bytes(self) -> int:
         """Bytes of the gradient partition that this rank holds on the accelerator now (0 when released)."""

@@ -1,0 +1,63 @@
+"""The overflow policy in a DeepSpeed config: its section, its keys' places, and options that disagree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from requestzero.engine_options import EngineOptions, take_engine_options
+from requestzero.settings import OverflowSettings
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 8}}
+
+
+def test_own_keys_are_taken_out_of_a_deepspeed_config() -> None:
+    config = {
+        "zero_optimization": {"stage": 2, "retain_gpu_grad_partition_until_step": True},
+        "overflow": {"check_grad_overflow": True, "on_overflow": "drop_request", "max_consecutive_skips": 3},
+    }
+    overflow = OverflowSettings(check_grad_overflow=True, on_overflow="drop_request", max_consecutive_skips=3)
+    assert take_engine_options(config) == EngineOptions(True, overflow)
+    assert config == {"zero_optimization": {"stage": 2}}
+    assert take_engine_options(config) == EngineOptions()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"overflow": "skip"}, r"^overflow='skip' is not allowed: give a mapping of its options"),
+        (
+            {"overflow": {"on_overflw": "skip"}},
+            r"^overflow\.on_overflw is no overflow option: use one of on_overflow, max_consecutive_skips, "
+            r"check_grad_overflow\. Did you mean 'on_overflow'\?$",
+        ),
+        ({"overflow": {"loss_scale": 2}}, r"^overflow\.loss_scale has its own place .*: use fp16\.loss_scale\.$"),
+        (
+            {**BF16, "overflow": {"check_grad_overflow": True}},
+            r"is for fp32; the precision is bf16: use bf16\.check_grad_overflow\.$",
+        ),
+        ({**FP16, "overflow": {"check_grad_overflow": True}}, r"the precision is fp16, which always checks: leave it"),
+        ({**BF16, "overflow": {"on_overflow": "stop"}}, r"^overflow\.on_overflow='stop' is not allowed: use one of"),
+        (
+            {"overflow": {"on_overflow": "raise"}},
+            r"^overflow\.on_overflow='raise' needs overflow\.check_grad_overflow=true, which is off by default in fp32",
+        ),
+        (
+            {"bf16": {"enabled": True, "check_grad_overflow": False}, "overflow": {"max_consecutive_skips": 2}},
+            r"^overflow\.max_consecutive_skips=2 and bf16\.check_grad_overflow=false disagree",
+        ),
+        (
+            {"fp16": {"enabled": True}, "overflow": {"on_overflow": "drop_request"}},
+            r"^overflow\.on_overflow='drop_request' and a dynamic loss scale \(fp16\.loss_scale=0, .*\) disagree",
+        ),
+        (
+            {**BF16, "managed_gradient_accumulation": False, "overflow": {"on_overflow": "drop_request"}},
+            r"^overflow\.on_overflow='drop_request' and managed_gradient_accumulation=false disagree",
+        ),
+    ],
+)
+def test_what_cannot_work_is_an_error(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        take_engine_options(config)
