@@ -29,7 +29,6 @@ RELIED_ON = {
         "DeepSpeedEngine._backward_post_hook",
         "DeepSpeedEngine._take_model_step",
         "DeepSpeedEngine.no_sync",
-        "DeepSpeedEngine.coalesce_grad_reduction",
         "DeepSpeedEngine._flush_coalesced_reduction_zero12",
         "DeepSpeedEngine.get_data_types",
         "DeepSpeedEngine.set_gradient_accumulation_boundary",
@@ -37,7 +36,6 @@ RELIED_ON = {
     "deepspeed.runtime.zero.stage_1_and_2": [
         "DeepSpeedZeroOptimizer.__init__",
         "DeepSpeedZeroOptimizer.reduce_ipg_grads",
-        "DeepSpeedZeroOptimizer.reduce_independent_p_g_buckets_and_remove_grads",
         "DeepSpeedZeroOptimizer.process_gradients",
         "DeepSpeedZeroOptimizer._use_compact_grad_partition_buffer",
         "DeepSpeedZeroOptimizer._get_compact_grad_partition_buffer",
@@ -66,6 +64,8 @@ RELIED_ON = {
     "deepspeed.utils.tensor_fragment": ["get_full_hp_grad", "set_full_hp_grad", "tensor_fragment.get_lp_grad_fragment"],
     "deepspeed.utils.mixed_precision_linkage": ["link_hp_params", "_init_lp_to_hp_mapping"],
     "deepspeed.runtime.zero.utils": ["get_norm_dtype"],
+    "deepspeed.runtime.utils": ["is_invalid_grad_norm"],
+    "deepspeed.runtime.fp16.loss_scaler": ["LossScalerBase.update_scale", "DynamicLossScaler.update_scale"],
     "lightning.pytorch.loops.training_epoch_loop": [
         "_TrainingEpochLoop.advance",
         "_TrainingEpochLoop.reset",
@@ -162,6 +162,8 @@ def _our_classes() -> list[type]:
         "requestzero.optimizer.device_sum",
         "requestzero.optimizer.grad_norm",
         "requestzero.optimizer.windowed",
+        "requestzero.optimizer.overflow_origin",
+        "requestzero.optimizer.request_backup",
     ]
     for package in ("requestzero.lightning", "requestzero.accelerate"):
         folder = Path(str(importlib.import_module(package).__file__)).parent

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from requestzero.versions import __version__
 
 if TYPE_CHECKING:
+    from requestzero.errors import GradientOverflowError
     from requestzero.initialization import initialize
     from requestzero.lightning.strategy import RequestZeRO
     from requestzero.micro_batch import MicroBatch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it.
 _LAZY = {
     "initialize": "requestzero.initialization",
+    "GradientOverflowError": "requestzero.errors",
     "MicroBatch": "requestzero.micro_batch",
     "OverflowSettings": "requestzero.settings",
     "RequestLoader": "requestzero.request_loader",
@@ -29,6 +31,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "GradientOverflowError",
     "MicroBatch",
     "OverflowSettings",
     "RequestLoader",

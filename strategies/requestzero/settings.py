@@ -95,8 +95,8 @@ class OverflowSettings:
         _check_integer("overflow.max_consecutive_skips", self.max_consecutive_skips, 1)
         if self.max_consecutive_skips is not None and self.on_overflow == "raise":
             raise ValueError(
-                f"overflow.max_consecutive_skips={self.max_consecutive_skips} and overflow.on_overflow='raise' disagree: no "
-                "update is skipped where the first one raises. Leave one of them out."
+                f"overflow.max_consecutive_skips={self.max_consecutive_skips} and overflow.on_overflow='raise' "
+                "disagree: no update is skipped where the first one raises. Leave one of them out."
             )
         _check_number("overflow.loss_scale", self.loss_scale, lowest=0)
         for name, lowest in (("initial_scale_power", 0), ("loss_scale_window", 1), ("hysteresis", 1)):

@@ -20,6 +20,13 @@ from typing_extensions import override
 from requestzero.optimizer.windowed import WindowedOptimizer
 
 
+def _padding(like: torch.Tensor, numel: int) -> torch.Tensor:
+    """Zeros that DeepSpeed takes for no parameter's."""
+    zeros = like.new_zeros(numel)
+    zeros._zero_padding = True  # type: ignore[attr-defined]
+    return zeros
+
+
 class DeviceSum(WindowedOptimizer):
     """Written for DeepSpeed 0.19.8. Can go when a boundary no longer clears ``all_grad_tensors``."""
 
@@ -47,10 +54,10 @@ class DeviceSum(WindowedOptimizer):
             start = int(self.grad_start_offset[group_idx][rank][param_id])
             offset = int(self.grad_partition_insertion_offset[group_idx][rank][param_id])
             if offset > filled:
-                views.append(total.new_zeros(offset - filled))
+                views.append(_padding(total, offset - filled))
             views.append(total.view(-1).narrow(0, start, min(param.numel() - start, size - offset)))
             filled = offset + views[-1].numel()
-        return [*views, views[0].new_zeros(size - filled)]
+        return [*views, _padding(views[0], size - filled)]
 
     def apply_muon_to_sums(self) -> None:
         """Turn the sums of Muon groups into Muon updates, once, at step time; the sums are divided first.

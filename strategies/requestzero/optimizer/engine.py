@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -12,10 +14,13 @@ from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION, DeepSpeedEngin
 from typing_extensions import override
 
 from requestzero.engine_options import EngineOptions
+from requestzero.optimizer import overflow_policy as policy
 from requestzero.optimizer.skips import SkippedUpdate, SkipRecord
 from requestzero.optimizer.swap import replaced
 from requestzero.optimizer.window import UpdateWindow
 from requestzero.optimizer.zero_optimizer import RequestZeROOptimizer
+
+_SKIPS_IN_CHECKPOINT = "requestzero_skips"
 
 
 class RequestZeROEngine(DeepSpeedEngine):
@@ -71,12 +76,20 @@ class RequestZeROEngine(DeepSpeedEngine):
 
     @property
     def loss_scale_history(self) -> tuple[tuple[int, float], ...]:
-        """The last 100 changes of the loss scale: updates attempted until then, and the scale from then on."""
+        """The last 100 changes of the loss scale: updates attempted until then, and the scale from then on.
+
+        The first entry is the scale that the first update began with; empty before any step.
+        """
         return tuple(self._skips.loss_scales)
 
     def current_loss_scale(self) -> float:
         """What the losses are multiplied by now; 1 outside fp16."""
         return float(self.optimizer.loss_scale)
+
+    @property
+    def request_backup_bytes(self) -> int:
+        """Bytes of this rank's copy of the window's sums (``overflow.on_overflow="drop_request"``; else 0)."""
+        return self.optimizer.backup_bytes()
 
     def grad_partition_bytes(self) -> int:
         """Bytes of the gradient partition that this rank holds on the accelerator now (0 when released)."""
@@ -132,6 +145,21 @@ class RequestZeROEngine(DeepSpeedEngine):
             finally:
                 self._is_gradient_accumulation_boundary = saved
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
+        self._judge_request()
+
+    def _judge_request(self) -> None:
+        """Once after every request end: what the overflow policy wants done there; by default nothing."""
+        window = self.update_window
+        if window.judged == window.requests:
+            return
+        window.judged = window.requests
+        if self.options.overflow.on_overflow == "raise":
+            self.optimizer.note_sums()
+        elif self.options.overflow.on_overflow == "drop_request":
+            dropped = self.optimizer.judge_request()
+            if dropped is not None:
+                self._skips.dropped_requests += 1
+                policy.tell_dropped(dropped, self.attempted_updates + 1)
 
     @override
     def zero_grad(self) -> None:
@@ -154,15 +182,11 @@ class RequestZeROEngine(DeepSpeedEngine):
         Raises:
             ValueError: the divisor is not a positive finite number.
             RuntimeError: on all ranks, if they give different divisors (seen where ``step`` reads the norm: not with
-                ``compute_grad_norm: false``, nor in bf16 with the overflow check and clipping off).
+                ``compute_grad_norm: false``, nor with the overflow check and clipping off); or a divisor is given while
+                a request is open that may yet be dropped.
+            GradientOverflowError: on all ranks, if the gradient is not finite and ``overflow`` says that the run ends.
         """
-        number = isinstance(divisor, Real) and not isinstance(divisor, bool)
-        fp32 = torch.finfo(torch.float32)
-        if not (number and fp32.tiny <= divisor <= fp32.max):
-            raise ValueError(
-                f"divisor={divisor!r} is not allowed: use a positive finite number in fp32's range, "
-                "the same on all ranks."
-            )
+        self._check_divisor(divisor)
         at_boundary = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         if at_boundary and not self.inside_no_sync_ctxt:
             if not self.update_window.is_open:
@@ -170,8 +194,58 @@ class RequestZeROEngine(DeepSpeedEngine):
                 self._step_applied = False
                 return
             self.end_request()
-            self.update_window.divisor = float(divisor)
-        super().step(lr_kwargs)
+            window, scale = self.update_window, self.current_loss_scale()
+            window.divisor = float(divisor)
+            super().step(lr_kwargs)
+            self._see_to_overflow(window, scale)
+        else:
+            super().step(lr_kwargs)
+
+    def _check_divisor(self, divisor: float) -> None:
+        number = isinstance(divisor, Real) and not isinstance(divisor, bool)
+        fp32 = torch.finfo(torch.float32)
+        window = self.update_window
+        nothing_left = bool(window.dropped) and not window.has_sum
+        if not (number and fp32.tiny <= divisor <= fp32.max) and not (number and nothing_left):
+            raise ValueError(
+                f"divisor={divisor!r} is not allowed: use a positive finite number in fp32's range, "
+                "the same on all ranks."
+            )
+        if window.request_open and divisor != 1 and self.options.overflow.on_overflow == "drop_request":
+            raise RuntimeError(
+                f"step(divisor={divisor!r}) with an open request, which may yet be dropped, and its micro-batches with "
+                "it: call engine.end_request() first, then take the divisor from engine.update_window."
+            )
+
+    def _see_to_overflow(self, window: UpdateWindow, scale: float) -> None:
+        """After an attempted update: count it, tell of a skip, and end the run where ``overflow`` says so (collective).
+
+        Args:
+            window: the one that was stepped.
+            scale: the loss scale of its backwards.
+        """
+        record, limit = self._skips, self.options.overflow.max_consecutive_skips
+        record.note_scale(self.attempted_updates - 1, scale)
+        if self.was_step_applied():
+            record.consecutive = 0
+            record.note_scale(self.attempted_updates, self.current_loss_scale())
+            return
+        skip = SkippedUpdate(
+            update=self.attempted_updates,
+            cause=self.optimizer.overflow_cause or "inf or NaN",
+            request_ids=tuple(window.request_ids) or tuple(each.request_id for each in window.dropped),
+            loss_scale_before=scale,
+            loss_scale_after=self.current_loss_scale(),
+        )
+        record.note_skip(skip)
+        record.note_scale(self.attempted_updates, skip.loss_scale_after)
+        if self.options.overflow.on_overflow == "raise":
+            policy.raise_on_all_ranks(policy.describe_overflow(skip, self.optimizer.overflow_origin))
+        policy.tell_skip(skip, record, self.skipped_updates)
+        if self.optimizer.loss_scale_exhausted:
+            policy.raise_on_all_ranks(policy.describe_scale_at_minimum(record))
+        if limit is not None and record.consecutive >= limit:
+            policy.raise_on_all_ranks(policy.describe_skips_in_a_row(record, limit))
 
     @override
     def _backward_prologue(self) -> None:
@@ -185,6 +259,15 @@ class RequestZeROEngine(DeepSpeedEngine):
         """Also count the micro-batch: this runs once per backward, whichever way it was started."""
         self.update_window.begin_micro_batch()
         super()._backward_epilogue()
+        self._judge_request()
+
+    @override
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Also see to the end of the request, which is that of the block."""
+        with super().coalesce_grad_reduction():
+            yield
+        self._judge_request()
 
     @override
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
@@ -210,9 +293,14 @@ class RequestZeROEngine(DeepSpeedEngine):
         wanted = partial(
             RequestZeROOptimizer,
             retain_gpu_grad_partition_until_step=self.options.retain_gpu_grad_partition_until_step,
+            records_origin=self.options.overflow.on_overflow == "raise",
+            drops_requests=self.options.overflow.on_overflow == "drop_request",
         )
         with replaced(deepspeed_engine, "DeepSpeedZeroOptimizer", wanted):
-            return super()._configure_zero_optimizer(optimizer)
+            built = super()._configure_zero_optimizer(optimizer)
+        if self.options.overflow.check_grad_overflow is not None and not self.bfloat16_enabled():
+            built.check_grad_overflow = self.options.overflow.check_grad_overflow or self.fp16_enabled()
+        return built
 
     @property
     def communication_data_type(self) -> torch.dtype:
@@ -234,8 +322,15 @@ class RequestZeROEngine(DeepSpeedEngine):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     @override
-    def save_checkpoint(self, save_dir: str, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's (collective).
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As DeepSpeed's (collective), with the counters that it does not have among the client's state.
 
         Raises:
             RuntimeError: the window is open; its gradients would be missing from the checkpoint.
@@ -246,12 +341,18 @@ class RequestZeROEngine(DeepSpeedEngine):
                 "since the last step): their gradients would be lost on resume. Save after step(), or call zero_grad() "
                 "to discard them."
             )
-        return super().save_checkpoint(save_dir, *args, **kwargs)
+        state = {**(client_state or {}), _SKIPS_IN_CHECKPOINT: self._skips.state_dict()}
+        return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)
 
     @override
     def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's (collective); the open window is discarded, unless there is no checkpoint to load."""
         loaded = super().load_checkpoint(load_dir, *args, **kwargs)
-        if loaded[0] is not None:
+        path, client_state = loaded
+        if path is not None:
             self.zero_grad()
+            record = client_state.pop(_SKIPS_IN_CHECKPOINT, {})
+            # DeepSpeed gives its counters to the client where only the module was loaded.
+            if "skipped_steps" not in client_state:
+                self._skips = SkipRecord.from_state(record)
         return loaded

@@ -35,12 +35,22 @@ def partition_norm(gradient: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece, dtype=dtype) for piece in pieces]))
 
 
+def cause_of_overflow(squares: Iterable[float]) -> str | None:
+    """``"NaN"`` or ``"inf"``, whichever is among squared norms, or ``None`` where all are finite."""
+    total = sum(squares)
+    return None if math.isfinite(total) else "NaN" if math.isnan(total) else "inf"
+
+
 class WindowNorm(WindowedOptimizer):
     """Written for DeepSpeed 0.19.8, which reads one norm per tensor and divides with the next update's loss scale."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._group_norms: list[float] | None = None
         self._frozen_scale: float | None = None
+        self.unread_norm: torch.Tensor | None = None
+        """The norm of the step at hand, times loss scale and divisor, where DeepSpeed would read it for nothing."""
+        self.overflow_cause: str | None = None
+        """Whether what was last read is ``"inf"`` or ``"NaN"``; ``None``: finite, or not read."""
         super().__init__(*args, **kwargs)
 
     # --- scale: loss scale and divisor ------------------------------------------------------------------------------
@@ -52,6 +62,7 @@ class WindowNorm(WindowedOptimizer):
         the scale before the adjustment.
         """
         self._frozen_scale = float(super()._get_loss_scale()) * divisor
+        self.unread_norm = None
 
     def thaw_scale(self) -> None:
         """Back to the loss scale of the next backward."""
@@ -87,6 +98,7 @@ class WindowNorm(WindowedOptimizer):
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Whether any rank's gradient is not finite (collective, one host read)."""
         if not self.compute_grad_norm:
+            self.overflow_cause = None
             return bool(super().has_overflow(partition_gradients))
         self._group_norms = self._read_group_norms()
         return not all(map(math.isfinite, self._group_norms))
@@ -100,15 +112,20 @@ class WindowNorm(WindowedOptimizer):
         """
         assert norm_type == 2, "only the 2-norm is supported"
         if self._group_norms is None and not self._needs_norm_on_host():
-            return self._reduce_sums()[: len(self.group_indices)].sum().sqrt().float()
+            norm = self._reduce_sums()[: len(self.group_indices)].sum().sqrt().float()
+            if self.dtype == torch.bfloat16 or self._frozen_scale is None:
+                return norm
+            self.unread_norm = norm
+            return 0.0  # DeepSpeed's step would read the norm of an fp32 model, to skip what nobody wants to be checked
         norms = self._read_group_norms() if self._group_norms is None else self._group_norms
         self.forget_norms()
         return math.hypot(*norms)
 
     def _needs_norm_on_host(self) -> bool:
-        """Whether ``step`` decides anything by the norm: unchecked bf16 gradients are applied unseen."""
-        unseen = self.dtype == torch.bfloat16 and not self.check_grad_overflow
-        return not unseen or self.clip_grad > 0.0 or (self.cpu_offload and not self.ignore_unused_parameters)
+        """Whether ``step`` decides anything by the norm: unchecked gradients are applied unseen."""
+        return (
+            self.check_grad_overflow or self.clip_grad > 0.0 or (self.cpu_offload and not self.ignore_unused_parameters)
+        )
 
     def forget_norms(self) -> None:
         """What has been read describes gradients that have changed since, or are gone."""
@@ -142,7 +159,12 @@ class WindowNorm(WindowedOptimizer):
                 f"average by {divisors / ranks:g}): have all of them run the same micro-batches, and give step() the "
                 "same divisor."
             )
+        self.overflow_cause = cause_of_overflow(squares)
         return [math.sqrt(square) for square in squares]
+
+    def read_squares(self) -> list[float]:
+        """Squared norm of every group's sum as it is now, over all ranks (collective, one host read)."""
+        return list(self._reduce_sums()[: len(self.group_indices)].tolist())
 
     def _reduce_sums(self) -> torch.Tensor:
         """Summed over ranks, on the device: every group's squared norm, then what all ranks have to agree on.
@@ -173,7 +195,8 @@ class WindowNorm(WindowedOptimizer):
 
     def _local_square(self, group_idx: int) -> torch.Tensor:
         """Squared norm of what this rank owns and counts of the group, a scalar on the device."""
-        norms = list(self._offloaded_norms(group_idx) if self.cpu_offload else self._device_norms(group_idx))
+        recorded = self._offloaded_norms if self.cpu_offload else self._device_norms
+        norms = list(recorded(group_idx)) if self.window.has_sum else []
         device = get_accelerator().current_device_name()
         if not norms:
             return torch.zeros((), dtype=get_norm_dtype(), device=device)
@@ -198,10 +221,19 @@ class WindowNorm(WindowedOptimizer):
         if partition is not None and self._counts_whole(group_idx):
             yield partition_norm(partition)
             return
-        gradients = [g for g in self.averaged_gradients[group_idx] if not getattr(g, "_zero_padding", False)]
-        for gradient, param in zip(gradients, self.params_in_partition[group_idx], strict=False):
+        for param, gradient in self._owned_on_device(group_idx):
             if self._counts(param):
                 yield partition_norm(gradient)
+
+    def _owned_on_device(self, group_idx: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        gradients = [g for g in self.averaged_gradients[group_idx] if not getattr(g, "_zero_padding", False)]
+        return zip(self.params_in_partition[group_idx], gradients, strict=False)
+
+    def owned_sums(self, group_idx: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Every owned parameter of the group with what this rank owns of its sum, as the step reads it."""
+        if not self.cpu_offload:
+            return self._owned_on_device(group_idx)
+        return ((param, self.owned_slice(param)) for param in self.params_in_partition[group_idx])
 
     def _counts(self, param: torch.Tensor) -> bool:
         """DeepSpeed's rule against counting twice what pipeline or model parallelism replicates."""

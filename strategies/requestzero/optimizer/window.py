@@ -5,10 +5,13 @@ DeepSpeed's own fields (``averaged_gradients``, ``all_grad_tensors``, ``norm_for
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from requestzero.optimizer.skips import DroppedRequest
 
 
 @dataclass
@@ -50,10 +53,35 @@ class UpdateWindow:
     partition_ready: dict[int, Any] = field(default_factory=dict)
     """Group -> device event after which its partition may be added to on other streams."""
 
+    # Overflow. What is recorded for on_overflow="raise" and "drop_request" only is empty otherwise.
+    judged: int = 0
+    """Requests whose end has been seen to, as the overflow policy asks."""
+    dropped: list[DroppedRequest] = field(default_factory=list)
+    """Requests that were left out, in order; the counts above are without them."""
+    local_peaks: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Request number, from 0 -> per parameter id, the largest magnitude of this rank's gradients before reduction."""
+    sum_squares: list[torch.Tensor] = field(default_factory=list)
+    """For every ended request, this rank's squared norm of every group's sum at its end, a tensor of that length."""
+
     @property
     def is_open(self) -> bool:
-        """Whether the window holds any gradient: the next step has something to apply."""
+        """Whether anything has come that the next step applies, or skips if every request of it was dropped."""
+        return self.has_sum or bool(self.dropped)
+
+    @property
+    def has_sum(self) -> bool:
+        """Whether the window holds any gradient."""
         return self.micro_batches > 0
+
+    def save(self) -> dict[str, Any]:
+        """All fields, to go back to with :meth:`load`; tensors are not copied."""
+        return {name: copy.copy(value) for name, value in vars(self).items()}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Become what :meth:`save` has saved; what was dropped since is still known."""
+        dropped = self.dropped
+        vars(self).update({name: copy.copy(value) for name, value in saved.items()})
+        self.dropped = dropped
 
     def begin_request(self, request_id: str | int | None) -> None:
         """Note the name of the request that the next backward belongs to."""

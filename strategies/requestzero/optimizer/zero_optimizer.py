@@ -11,10 +11,12 @@ from typing_extensions import override
 from requestzero.optimizer.device_sum import DeviceSum
 from requestzero.optimizer.grad_norm import WindowNorm
 from requestzero.optimizer.host_sum import HostSum
+from requestzero.optimizer.overflow_origin import OverflowOrigin
+from requestzero.optimizer.request_backup import RequestBackup
 from requestzero.optimizer.window import UpdateWindow
 
 
-class RequestZeROOptimizer(HostSum, DeviceSum, WindowNorm):
+class RequestZeROOptimizer(RequestBackup, OverflowOrigin, HostSum, DeviceSum, WindowNorm):
     """DeepSpeed's ZeRO-1/2 optimizer, whose step applies the sum of every request of an update window, exactly.
 
     A window is all backwards between two steps; it starts clean whatever ended the one before it (a step, a skipped
@@ -43,6 +45,9 @@ class RequestZeROOptimizer(HostSum, DeviceSum, WindowNorm):
                 f"optimizer.step() with an open request ({self.window.micro_batches} micro-batches in this window): "
                 "call engine.step(), which ends it, or engine.end_request() before."
             )
+        if not self.window.has_sum:
+            self._skip_without_sum()
+            return
         self.freeze_scale(self.window.divisor)
         try:
             if self.cpu_offload:
@@ -50,10 +55,19 @@ class RequestZeROOptimizer(HostSum, DeviceSum, WindowNorm):
             else:
                 self.apply_muon_to_sums()
             super().step(closure)
+            if self.unread_norm is not None:
+                self._global_grad_norm, self.unread_norm = self.unread_norm / float(self.loss_scale), None
         finally:
             self.thaw_scale()
         if isinstance(self._global_grad_norm, float):
             self._global_grad_norm = torch.tensor(self._global_grad_norm)  # a tensor, as DeepSpeed gives
+        self.discard_window()
+
+    def _skip_without_sum(self) -> None:
+        """Every request of the window was dropped: like a window that is not finite as a whole."""
+        self.overflow, self.loss_scale_exhausted = True, False
+        self.overflow_cause = self.window.dropped[-1].cause
+        self._global_grad_norm = torch.tensor(float("inf"))
         self.discard_window()
 
     @override
@@ -75,6 +89,7 @@ class RequestZeROOptimizer(HostSum, DeviceSum, WindowNorm):
             self.accumulated_grads_in_cpu.clear()
         self._abandon_reduction()
         self.forget_norms()
+        self.forget_good_end()
         self.window = UpdateWindow()
 
     def _abandon_reduction(self) -> None:
