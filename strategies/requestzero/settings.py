@@ -60,7 +60,7 @@ class OverflowSettings:
 
     check_grad_overflow: bool | None = None
     """Whether gradients are looked at for inf and NaN: on by default in bf16 and fp16 (where it cannot be off), off in
-    fp32. DeepSpeed key: ``bf16.check_grad_overflow``, and ``overflow.check_grad_overflow`` in fp32."""
+    fp32 (``overflow.check_grad_overflow`` in a DeepSpeed config). DeepSpeed key: ``bf16.check_grad_overflow``."""
     on_overflow: str = "skip"
     """What happens then: ``"skip"`` drops the window's update, ``"raise"`` ends the run with an error on all ranks
     that names parameters, request and rank, ``"drop_request"`` leaves only that request out of the window's update.

@@ -165,6 +165,7 @@ def test_skipped_updates_are_counted_over_a_resume(two_ranks: RankGroup, tmp_pat
         "trainer": {"accumulate": 2, "max_epochs": 2},
         "stateful": True,
         "nan_batches": (2,),
+        "options": {"overflow": {"check_grad_overflow": True}},
     }
     whole = two_ranks.run(train, Run(callbacks=[periodic(tmp_path)], **spec))
     resumed = two_ranks.run(train, Run(ckpt_path=str(tmp_path / "step=6.ckpt"), **spec))

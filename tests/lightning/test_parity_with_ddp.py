@@ -119,7 +119,8 @@ def test_bf16(two_ranks: RankGroup, precision: str) -> None:
 def test_nan_window_is_skipped_and_counted(two_ranks: RankGroup) -> None:
     """A skipped update counts as attempted; neither weights, nor the schedule, nor the applied counter move."""
     clean = two_ranks.run(train, Run(trainer={"accumulate": 2, "max_epochs": 1}))
-    ours = two_ranks.run(train, Run(trainer={"accumulate": 2, "max_epochs": 1}, nan_batches=(2,)))
+    checked = {"overflow": {"check_grad_overflow": True}}  # off by default in fp32
+    ours = two_ranks.run(train, Run(options=checked, trainer={"accumulate": 2, "max_epochs": 1}, nan_batches=(2,)))
     for want, got in zip(clean, ours, strict=True):
         rows = got["updates"]
         assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]

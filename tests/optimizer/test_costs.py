@@ -55,7 +55,8 @@ def test_offload_costs_less_than_stock(two_ranks: RankGroup, stage: int, model: 
     stock = two_ranks.run(costs, setup, False, 64)[0]
     assert ours["backward"]["operators"] < stock["backward"]["operators"]
     assert ours["step"]["operators"] < stock["step"]["operators"]
-    assert (ours["backward"]["reads"], ours["step"]["reads"]) == (0, 1)
+    reads = 0 if model == "fp32" else 1  # nothing is checked in fp32
+    assert (ours["backward"]["reads"], ours["step"]["reads"]) == (0, reads)
     assert stock["backward"]["reads"] == 32
     copies = 1 if (model, accum) == ("bf16", "fp32") else 32  # one per partition, or one per owned parameter
     assert ours["backward"]["host copies"] == copies
@@ -71,7 +72,8 @@ def test_device_costs_no_more_than_stock(two_ranks: RankGroup, stage: int, model
     stock = two_ranks.run(costs, setup, False, 64)[0]
     for part in ("backward", "step"):
         assert ours[part]["operators"] <= stock[part]["operators"]
-    assert (ours["backward"]["reads"], ours["step"]["reads"]) == (0, 1)
+    reads = 0 if model == "fp32" else 1  # nothing is checked in fp32
+    assert (ours["backward"]["reads"], ours["step"]["reads"]) == (0, reads)
     print(setup, "ours", ours, "stock", stock)
 
 

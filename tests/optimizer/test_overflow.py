@@ -8,28 +8,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from counting import Operators
+from poison import poisoned_backward
 from ranks import RankGroup
 from windows import LR, Fp16OnCpu, Micro, Setup, backward, build, masters, reference
 
 ALL = (True,) * 5
 PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
 every_place = pytest.mark.parametrize(("stage", "offload"), PLACES)
-
-
-def poisoned_backward(engine: Any, micro: Micro, poison: float, rank: int) -> None:
-    """A micro-batch whose gradient of the last layer is not finite, on one rank only."""
-    import deepspeed.comm as dist
-
-    def poisoned(grad: torch.Tensor) -> torch.Tensor:
-        grad = grad.clone()
-        grad[-1, -1] = poison
-        return grad
-
-    weight = engine.module.layers[-1].weight
-    handle = weight.register_hook(poisoned) if dist.get_rank() == rank else None
-    backward(engine, micro)
-    if handle is not None:
-        handle.remove()
 
 
 def state_of(engine: Any) -> list[torch.Tensor]:

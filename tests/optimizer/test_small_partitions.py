@@ -64,7 +64,7 @@ def different_divisors(setup: Setup) -> str:
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("offload", [False, True])
 def test_different_divisors_are_an_error_on_all_ranks(two_ranks: RankGroup, stage: int, offload: bool) -> None:
-    messages = two_ranks.run(different_divisors, Setup(stage=stage, offload=offload), timeout=60)
+    messages = two_ranks.run(different_divisors, Setup(stage=stage, offload=offload, model="bf16"), timeout=60)
     assert ["this rank by 100000," in messages[0], "this rank by 100001," in messages[1]] == [True, True]
 
 

@@ -111,18 +111,21 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         tally.divided = divided
         tally.marked = tally.marked or self.request_end is not None
 
-    def divisor(self) -> int:
+    def divisor(self) -> float:
         """What the open window's sum is divided by: what the same loop divides by without DeepSpeed.
 
         That is the number of its micro-batches; where a loop does not mark requests and runs several backwards within
-        one ``accumulate`` block, the number of its blocks, and ``gradient_accumulation_steps`` without any block.
+        one ``accumulate`` block, the number of its blocks, and ``gradient_accumulation_steps`` without any block. Less
+        the share of those backwards that an overflow has dropped.
         """
         tally = self.tally
         if self._normalization == "sum" or tally.divided:
             return 1
         if tally.marked:
             return max(1, tally.window.micro_batches)
-        return tally.blocks or self._steps()
+        count, kept = tally.blocks or self._steps(), tally.window.micro_batches
+        dropped = sum(request.micro_batches for request in tally.window.dropped)
+        return count * kept / (kept + dropped) if dropped and kept else count
 
     def step(self) -> None:
         """Apply the open window, divided. Collective; nothing without a backward since the last step.
