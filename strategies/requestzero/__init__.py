@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from requestzero.initialization import initialize
     from requestzero.lightning.strategy import RequestZeRO
     from requestzero.micro_batch import MicroBatch
+    from requestzero.planned_loader import PlannedLoader
     from requestzero.request_loader import RequestLoader
     from requestzero.settings import OverflowSettings
 
@@ -23,6 +24,7 @@ _LAZY = {
     "initialize": "requestzero.initialization",
     "MicroBatch": "requestzero.micro_batch",
     "OverflowSettings": "requestzero.settings",
+    "PlannedLoader": "requestzero.planned_loader",
     "RequestLoader": "requestzero.request_loader",
     "RequestZeRO": "requestzero.lightning",
     "RequestZeROPlugin": "requestzero.accelerate",
@@ -31,6 +33,7 @@ _LAZY = {
 __all__ = [
     "MicroBatch",
     "OverflowSettings",
+    "PlannedLoader",
     "RequestLoader",
     "RequestZeRO",
     "RequestZeROPlugin",

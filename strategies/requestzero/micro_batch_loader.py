@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
 
 from requestzero.data_ranks import check_ranks, distributed_ranks
 from requestzero.micro_batch import MicroBatch
 
 
-class Cursor(Protocol):
-    """What was handed out of an epoch; a dataclass of plain numbers, whose defaults are the start of epoch 0."""
+@dataclass(frozen=True)
+class Cursor:
+    """What was handed out of an epoch; loaders add what is done of it, with defaults for its start."""
 
-    __dataclass_fields__: Any
-
-    def __init__(self, epoch: int = 0) -> None: ...
-
-    @property
-    def epoch(self) -> int: ...
+    epoch: int = 0
 
 
 C = TypeVar("C", bound=Cursor)

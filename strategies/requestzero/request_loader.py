@@ -12,15 +12,14 @@ from typing import Any
 from requestzero.data_ranks import check_at_least_one
 from requestzero.labels import mask_labels
 from requestzero.micro_batch import MicroBatch
-from requestzero.micro_batch_loader import MicroBatchLoader
+from requestzero.micro_batch_loader import Cursor, MicroBatchLoader
 from requestzero.request_split import count_micro_batches, split_request
 
 
 @dataclass(frozen=True)
-class _Cursor:
+class _Cursor(Cursor):
     """What was handed out: whole requests of an epoch, and micro-batches of the request after them."""
 
-    epoch: int = 0
     requests: int = 0
     micro_batches: int = 0
 

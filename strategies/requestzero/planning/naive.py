@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 
-def naive_micro_batches(
-    lengths: Sequence[int], world_size: int, sequences: int
-) -> Iterator[tuple[int, list[int]]]:
+def naive_micro_batches(lengths: Sequence[int], world_size: int, sequences: int) -> Iterator[tuple[int, list[int]]]:
     """``(rank, lengths)`` of each micro-batch that is no filler.
 
     A round takes the next ``world_size * sequences`` of the request and deals them out one by one, as

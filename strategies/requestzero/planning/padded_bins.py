@@ -46,9 +46,7 @@ def _most_even(lengths: Sequence[int], budget: Budget, count: int) -> list[list[
     return [list(run) for run in runs]
 
 
-def _cut(
-    lengths: Sequence[int], budget: Budget, limit: float, count: int, fill: bool = False
-) -> list[range] | None:
+def _cut(lengths: Sequence[int], budget: Budget, limit: float, count: int, fill: bool = False) -> list[range] | None:
     """Runs of at most ``limit`` cost; ``None`` where ``count`` do not suffice. ``fill``: exactly ``count`` of them."""
     runs: list[range] = []
     start, total = 0, len(lengths)

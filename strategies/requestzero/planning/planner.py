@@ -47,12 +47,12 @@ class Planner:
     lengths: Callable[[int], Sequence[int]]
     """Tokens of each text of a request, by its index. Called once for each time that the request is planned."""
     budget: Budget
-    windows: WindowRule = WindowRule()
+    windows: WindowRule = field(default_factory=WindowRule)
     trainable: Callable[[int], Sequence[int]] | None = None
     """Tokens to train on of each text of a request; ``None``: not known, so that nothing is found untrainable."""
     name: Callable[[int], str | int] = int
     """Name of a request, for messages."""
-    policy: BadRequestPolicy = BadRequestPolicy()
+    policy: BadRequestPolicy = field(default_factory=BadRequestPolicy)
     left_out: Collection[int] = ()
     """Indices of requests that are passed over, and counted as skipped."""
     naive_sequences: int | None = None
@@ -105,9 +105,7 @@ class Planner:
         gathered.requests.append((index, request))
         gathered.tokens += sum(request.lengths)
 
-    def _planned(
-        self, gathered: _Gathered, complete: bool, start: int, place: int, world_size: int
-    ) -> PlannedWindow:
+    def _planned(self, gathered: _Gathered, complete: bool, start: int, place: int, world_size: int) -> PlannedWindow:
         plan = plan_window(
             gathered.requests,
             self.budget,

@@ -41,9 +41,7 @@ class RequestBins:
         return [self.bins[start : start + world_size] for start in range(0, len(self.bins), world_size)]
 
 
-def cut_request(
-    positions: Sequence[int], lengths: Sequence[int], budget: Budget, world_size: int
-) -> RequestBins:
+def cut_request(positions: Sequence[int], lengths: Sequence[int], budget: Budget, world_size: int) -> RequestBins:
     """Cut a request whose sequence at ``positions[i]`` has ``lengths[i]`` tokens; n log n in their number."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     descending = [lengths[item] for item in order]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound="Cost | PlanStatistics")
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,14 @@ class PlanStatistics:
         return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
-    def from_state(cls, state: dict) -> PlanStatistics:
+    def from_state(cls, state: dict[str, Any]) -> PlanStatistics:
         """The inverse of :meth:`state`."""
-        return cls(**{name: Cost(**value) if isinstance(value, dict) else value for name, value in state.items()})
+        return cls(**{**state, "planned": Cost(**state["planned"]), "naive": Cost(**state["naive"])})
 
 
 def _plain(value: object) -> object:
     return vars(value).copy() if isinstance(value, Cost) else value
 
 
-def _sum(one, other):  # type: ignore[no-untyped-def]
+def _sum(one: T, other: T) -> T:
     return type(one)(*(getattr(one, item.name) + getattr(other, item.name) for item in fields(one)))
