@@ -90,7 +90,7 @@ def test_a_model_that_attends_across_texts_is_refused() -> None:
     check_texts_stay_apart(byte_decoder())
     cached = llama()
     cached.config.use_cache = True
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM attends across packed texts: .* use_cache = False"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM attends across packed texts: .*use_cache = False"):
         check_texts_stay_apart(cached)
 
     class Deaf(torch.nn.Module):

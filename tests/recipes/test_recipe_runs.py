@@ -122,7 +122,7 @@ def test_a_hugging_face_model_learns_from_chats(tmp_path: Path, hugging_face_mod
     assert float(table(output)["loss, last"]) < float(table(output)["loss, first"])
     assert "left out: chats.jsonl:4: is not JSON" in output
     assert "left out: chats.jsonl:5: id 0 was already used on line 1" in output
-    assert "2 lines of the data were left out" in output
+    assert "2 lines or texts of the data were left out" in output
 
 
 def test_bad_data_stops_the_run_before_it_starts(tmp_path: Path) -> None:
