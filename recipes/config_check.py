@@ -135,7 +135,8 @@ def _data(cfg: Any) -> Iterator[str]:
     if path is not None and not Path(path).is_file():
         yield f"data.path={path!r} is not allowed: use a JSONL file that exists."
     if path is None and cfg.data.on_long_text != "cut":
-        yield f"data.on_long_text={cfg.data.on_long_text!r} is not allowed with the embedded text, which is cut: use cut."
+        given = f"data.on_long_text={cfg.data.on_long_text!r}"
+        yield f"{given} is not allowed with the embedded text, which is cut: use cut."
     yield from _plan(cfg.data)
 
 

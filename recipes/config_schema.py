@@ -73,7 +73,7 @@ class DataConfig:
     micro_batch_size: int | None = option(None, at_least=1)
     """Sequences per rank and micro-batch at most, too; ``null``: as many as the tokens allow."""
     layout: str = option("padded", allowed=LAYOUTS)
-    """``padded``: a row for each sequence. ``packed``: all in one row without padding, where the model keeps them apart."""
+    """``padded``: a row for each sequence. ``packed``: all in one row, without padding; not every model can."""
     requests_per_update: int | None = option(None, at_least=1)
     """Requests in an update window; ``null``: 4, unless ``tokens_per_update`` is given."""
     tokens_per_update: int | None = option(None, at_least=1)
