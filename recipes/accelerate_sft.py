@@ -117,10 +117,11 @@ def train(cfg: Any, output_dir: Path) -> Any:
             if totals.updates % (cfg.trainer.checkpoint_every_n_steps or steps) == 0 or totals.updates == steps:
                 accelerator.save_state(str(output_dir / "checkpoints" / f"update-{totals.updates}"))
             if totals.updates == steps:
+                plan = loader.state_dict()["loader"]["statistics"]  # of what has been trained on, not fetched ahead
                 break
     bar.close()
     speed = (totals.tokens - tokens_before) / (time.perf_counter() - started)
-    summary = summarize(accelerator, totals, output_dir, speed, held, data.skipped_lines)
+    summary = summarize(accelerator, totals, plan, output_dir, speed, held, data.skipped_lines)
     accelerator.end_training()
     return summary
 

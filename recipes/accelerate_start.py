@@ -66,7 +66,6 @@ def make_accelerator(cfg: Any, output_dir: Path) -> Accelerator:
     accelerator = Accelerator(
         deepspeed_plugin=plugin,
         mixed_precision=_MIXED_PRECISION[PRECISIONS[cfg.precision.mode]],
-        gradient_accumulation_steps=cfg.data.requests_per_update,
         # A request has the same items however many ranks share them: one scheduler step is one update.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         project_dir=output_dir,
@@ -96,13 +95,14 @@ def make_optimizer(model: Any, config: Any) -> Any:
 
 
 def summarize(
-    accelerator: Any, totals: Any, output_dir: Path, speed: float, held: int, skipped_lines: list[str]
+    accelerator: Any, totals: Any, plan: Any, output_dir: Path, speed: float, held: int, skipped_lines: list[str]
 ) -> RunSummary | None:
     """The summary on the first rank, ``None`` on the others. Collective.
 
     Args:
         accelerator: the one that has trained.
         totals: :class:`~requestzero.recipes.window_metrics.LoopTotals`.
+        plan: state of the loader's :class:`~requestzero.planning.PlanStatistics`.
         output_dir: the run's directory.
         speed: trained tokens per second, over all ranks.
         held: bytes of the gradient partition after a request within a window, the most on this rank.
@@ -110,6 +110,7 @@ def summarize(
     """
     import torch
 
+    from requestzero.planning import PlanStatistics
     from requestzero.recipes.report import RunSummary
 
     engine = accelerator.deepspeed_engine_wrapped.engine
@@ -129,5 +130,6 @@ def summarize(
         bytes_at_peak=peak,
         checkpoint=output_dir / "checkpoints" / f"update-{totals.updates}",
         logs=output_dir,
+        plan=PlanStatistics.from_state(plan),
         skipped_lines=skipped_lines,
     )

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from requestzero.labels import IGNORED_LABEL
+from requestzero.collate import PackedCollate, PaddedCollate
 from requestzero.recipes.data import TokenSequence
 
-Inputs = dict[str, Tensor]
-"""``input_ids``, ``attention_mask`` and ``labels``, each ``[sequences, longest]`` and int64."""
+Inputs = dict[str, Any]
+"""``input_ids``, ``labels`` and what the layout adds, see :mod:`requestzero.collate`."""
 
 
-def make_collate(pad_id: int) -> Callable[[list[TokenSequence]], Inputs]:
-    """A function that pads sequences on the right, to the longest of them."""
+@dataclass(frozen=True)
+class SequenceCollate:
+    """Collates the recipes' own sequences. (A class, so that worker processes can be sent it.)"""
 
-    def collate(sequences: list[TokenSequence]) -> Inputs:
-        return {
-            "input_ids": _pad([sequence.input_ids for sequence in sequences], pad_id),
-            "attention_mask": _pad([[1] * len(sequence.input_ids) for sequence in sequences], 0),
-            "labels": _pad([sequence.labels for sequence in sequences], IGNORED_LABEL),
-        }
+    collate: Callable[[Sequence[Any]], Inputs]
 
-    return collate
+    def __call__(self, sequences: list[TokenSequence]) -> Inputs:
+        return self.collate([vars(sequence) for sequence in sequences])
 
 
-def _pad(rows: list[list[int]], value: int) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
+def make_collate(pad_id: int, layout: str = "padded") -> SequenceCollate:
+    """A function that pads sequences on the right, to the longest of them, or packs them into one row."""
+    return SequenceCollate(PackedCollate() if layout == "packed" else PaddedCollate(pad_id))

@@ -134,6 +134,23 @@ def _data(cfg: Any) -> Iterator[str]:
         )
     if path is not None and not Path(path).is_file():
         yield f"data.path={path!r} is not allowed: use a JSONL file that exists."
+    if path is None and cfg.data.on_long_text != "cut":
+        given = f"data.on_long_text={cfg.data.on_long_text!r}"
+        yield f"{given} is not allowed with the embedded text, which is cut: use cut."
+    yield from _plan(cfg.data)
+
+
+def _plan(data: Any) -> Iterator[str]:
+    if data.requests_per_update is not None and data.tokens_per_update is not None:
+        yield (
+            f"data.requests_per_update={data.requests_per_update} is not allowed with "
+            f"data.tokens_per_update={data.tokens_per_update}: give one of them."
+        )
+    if data.tokens_per_micro_batch < data.sequence_length:
+        yield (
+            f"data.tokens_per_micro_batch={data.tokens_per_micro_batch} is not allowed with "
+            f"data.sequence_length={data.sequence_length}: a sequence has to fit into a micro-batch."
+        )
 
 
 def _optimizer(cfg: Any) -> Iterator[str]:

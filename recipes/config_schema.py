@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+from requestzero.planning.budget import LAYOUTS
 from requestzero.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
 
 
@@ -54,20 +55,31 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Where requests come from and how they are cut."""
+    """Where requests come from, how they are cut, and how they are planned over the ranks."""
 
     path: str | None = None
     """JSONL file with one request a line; ``null``: the embedded text, Python's language reference."""
     longest_request: int | None = option(None, at_least=1)
-    """Embedded text: it is cut into requests of 1 to this many micro-batches."""
+    """Embedded text: it is cut into requests of 1 to about this many micro-batches of the longest sequences."""
     on_bad_line: str = option("stop", allowed=("stop", "skip"))
     """JSONL: ``stop`` names all bad lines and ends; ``skip`` leaves them out and lists them at the end."""
     sequence_length: int = option(128, at_least=2)
-    """Tokens per sequence at most; longer texts are cut."""
-    micro_batch_size: int = option(4, at_least=1)
-    """Sequences per rank and micro-batch at most."""
-    requests_per_update: int = option(4, at_least=1)
-    """Requests in an update window."""
+    """Tokens per sequence at most."""
+    on_long_text: str = option("cut", allowed=("cut", "truncate", "skip", "stop"))
+    """A text with more tokens than that: ``cut`` makes several sequences of it; ``truncate`` keeps its beginning;
+    ``skip`` leaves it out and lists it at the end; ``stop`` names all of them and ends."""
+    tokens_per_micro_batch: int = option(512, at_least=2)
+    """Tokens that a micro-batch has a rank compute at most, padding included."""
+    micro_batch_size: int | None = option(None, at_least=1)
+    """Sequences per rank and micro-batch at most, too; ``null``: as many as the tokens allow."""
+    layout: str = option("padded", allowed=LAYOUTS)
+    """``padded``: a row for each sequence. ``packed``: all in one row, without padding; not every model can."""
+    requests_per_update: int | None = option(None, at_least=1)
+    """Requests in an update window; ``null``: 4, unless ``tokens_per_update`` is given."""
+    tokens_per_update: int | None = option(None, at_least=1)
+    """An update window ends with the request that makes it so many tokens, over all ranks."""
+    num_workers: int = option(0, at_least=0)
+    """Processes per rank that make micro-batches; 0: the training process does."""
     shuffle: bool = True
     """Whether the requests are shuffled in each epoch."""
 

@@ -41,16 +41,17 @@ def load_requests(
     sequence_length: int,
     longest_request: int,
     skip_bad_lines: bool,
+    on_long_text: str = "cut",
 ) -> RequestData:
     """The requests of the JSONL file ``path``, or of the embedded text where that is ``None``.
 
     Raises:
         UsageError: the file cannot be read, has no request, or has bad lines, all of which are named (unless
-            ``skip_bad_lines``).
+            ``skip_bad_lines``), or, with ``on_long_text="stop"``, long texts.
     """
     if path is None:
         return embedded_requests(tokenizer, sequence_length, longest_request)
-    return read_jsonl(Path(path), tokenizer, sequence_length, skip_bad_lines)
+    return read_jsonl(Path(path), tokenizer, sequence_length, skip_bad_lines, on_long_text)
 
 
 def embedded_requests(tokenizer: TextTokenizer, sequence_length: int, longest_request: int) -> RequestData:
@@ -70,31 +71,41 @@ def embedded_requests(tokenizer: TextTokenizer, sequence_length: int, longest_re
     return data
 
 
-def read_jsonl(path: Path, tokenizer: TextTokenizer, sequence_length: int, skip_bad_lines: bool = False) -> RequestData:
+def read_jsonl(
+    path: Path,
+    tokenizer: TextTokenizer,
+    sequence_length: int,
+    skip_bad_lines: bool = False,
+    on_long_text: str = "cut",
+) -> RequestData:
     """One request a line: ``{"id": ..., "texts": [...]}`` or ``{"id": ..., "messages": [...]}``.
 
-    A text, or a chat, is cut into sequences where it is longer than ``sequence_length`` tokens. Texts are
-    trained on as a whole, chats on what the assistant says. Blank lines are passed over.
+    A text, or a chat, that is longer than ``sequence_length`` tokens is cut into sequences, or what else
+    ``on_long_text`` says (see :class:`~requestzero.recipes.config_schema.DataConfig`). Texts are trained on as a
+    whole, chats on what the assistant says. Blank lines are passed over.
 
     Raises:
         UsageError: see :func:`load_requests`.
     """
     data = RequestData()
     bad_lines: list[str] = []
+    long_texts: list[str] = []
     seen: dict[str | int, int] = {}
     for number, line in _numbered_lines(path):
         try:
             name, texts = _parse(line, tokenizer)
             if seen.setdefault(name, number) != number:
                 raise BadLineError(f"id {name!r} was already used on line {seen[name]}")
-            data.add(name, _sequences(texts, sequence_length))
+            kept, long = _sort_out(texts, sequence_length, on_long_text)
+            long_texts += [f"{path}:{number}: {text}" for text in long]
+            if kept:
+                data.add(name, _sequences(kept, sequence_length))
         except BadLineError as error:
             bad_lines.append(f"{path}:{number}: {error}")
-    if bad_lines and not skip_bad_lines:
-        raise UsageError([*bad_lines, "Mend or remove these lines, or set data.on_bad_line=skip to leave them out."])
+    _refuse([] if skip_bad_lines else bad_lines, long_texts if on_long_text == "stop" else [])
     if not data.requests:
-        raise UsageError([*bad_lines, f"{path} has no request: give a file with at least one."])
-    data.skipped_lines = bad_lines
+        raise UsageError([*bad_lines, *long_texts, f"{path} has no request: give a file with at least one."])
+    data.skipped_lines = bad_lines + long_texts
     return data
 
 
@@ -109,6 +120,30 @@ def cut(tokens: Tokens, sequence_length: int) -> Iterator[TokenSequence]:
         piece_labels = [IGNORED_LABEL, *labels[piece][1:]]
         if any(label != IGNORED_LABEL for label in piece_labels):
             yield TokenSequence(tokens.ids[piece], piece_labels)
+
+
+def _refuse(bad_lines: list[str], long_texts: list[str]) -> None:
+    hints = []
+    if bad_lines:
+        hints.append("Mend or remove these lines, or set data.on_bad_line=skip to leave them out.")
+    if long_texts:
+        hints.append("Set data.on_long_text to cut, truncate or skip, or raise data.sequence_length.")
+    if hints:
+        raise UsageError([*bad_lines, *long_texts, *hints])
+
+
+def _sort_out(texts: list[Tokens], sequence_length: int, on_long_text: str) -> tuple[list[Tokens], list[str]]:
+    """The texts to be cut, and what there is to say about long ones that are left out or not wanted."""
+    if on_long_text == "cut":
+        return texts, []
+    if on_long_text == "truncate":
+        return [Tokens(text.ids[:sequence_length], text.trained[:sequence_length]) for text in texts], []
+    long = [
+        f"text {position} has {len(text.ids):,} tokens, more than data.sequence_length={sequence_length}"
+        for position, text in enumerate(texts)
+        if len(text.ids) > sequence_length
+    ]
+    return [text for text in texts if len(text.ids) <= sequence_length], long
 
 
 def _sequences(texts: list[Tokens], sequence_length: int) -> list[TokenSequence]:

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from rich.console import Console
 
 from requestzero import RequestZeRO
+from requestzero.planning import PlanStatistics
 from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
 from requestzero.recipes.config_check import zero_settings
 from requestzero.recipes.data import RequestData
@@ -40,7 +41,7 @@ def train(cfg: Any, output_dir: Path, console: Console) -> RunSummary | None:
     metrics = UpdateMetrics()
     trainer = make_trainer(cfg, output_dir, console, metrics)
     trainer.fit(module, loader, ckpt_path=cfg.trainer.resume_from)
-    return _summary(trainer, metrics, data, output_dir) if trainer.is_global_zero else None
+    return _summary(trainer, metrics, loader.statistics, data, output_dir) if trainer.is_global_zero else None
 
 
 def make_strategy(cfg: Any) -> RequestZeRO:
@@ -50,7 +51,7 @@ def make_strategy(cfg: Any) -> RequestZeRO:
 
 
 def make_trainer(cfg: Any, output_dir: Path, console: Console, metrics: UpdateMetrics) -> Trainer:
-    """The Trainer; ``data.requests_per_update`` requests of its loader are an update."""
+    """The Trainer; its loader marks where update windows end."""
     devices = choose_devices(cfg.trainer)
     return Trainer(
         strategy=make_strategy(cfg),
@@ -59,7 +60,6 @@ def make_trainer(cfg: Any, output_dir: Path, console: Console, metrics: UpdateMe
         num_nodes=devices.num_nodes,
         precision=cfg.precision.mode,
         max_steps=cfg.trainer.max_steps,
-        accumulate_grad_batches=cfg.data.requests_per_update,
         gradient_clip_val=cfg.trainer.gradient_clip_val,
         log_every_n_steps=cfg.trainer.log_every_n_steps,
         default_root_dir=output_dir,
@@ -97,7 +97,9 @@ def checkpoint_directory(output_dir: Path) -> Path:
     return output_dir / "checkpoints"
 
 
-def _summary(trainer: Trainer, metrics: UpdateMetrics, data: RequestData, output_dir: Path) -> RunSummary:
+def _summary(
+    trainer: Trainer, metrics: UpdateMetrics, plan: PlanStatistics, data: RequestData, output_dir: Path
+) -> RunSummary:
     totals, figures = metrics.totals, metrics.figures
     return RunSummary(
         first_loss=totals.first_loss,
@@ -111,5 +113,6 @@ def _summary(trainer: Trainer, metrics: UpdateMetrics, data: RequestData, output
         bytes_at_peak=figures.bytes_at_peak,
         checkpoint=checkpoint_directory(output_dir) / f"update-{trainer.global_step}.ckpt",
         logs=output_dir,
+        plan=plan,
         skipped_lines=data.skipped_lines,
     )

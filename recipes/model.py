@@ -32,14 +32,23 @@ class ByteDecoder(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.apply(_initialize)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> SimpleNamespace:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None, **_: Any
+    ) -> SimpleNamespace:
         """Logits ``[sequences, tokens, vocabulary]`` as ``.logits``.
 
-        ``attention_mask`` is not needed: padding is on the right, where a causal decoder does not look.
+        ``attention_mask`` is not needed: padding is on the right, where a causal decoder does not look. With
+        ``position_ids`` the sequences are packed: each begins at position 0, and none attends to another. The
+        cumulative lengths that come with them say the same, and are for flash attention.
         """
-        hidden = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        mask = None
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        else:
+            mask = _packed_mask(position_ids)
+        hidden = self.tokens(input_ids) + self.positions(position_ids)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, mask)
         return SimpleNamespace(logits=self.head(self.norm(hidden)))
 
 
@@ -56,16 +65,22 @@ class Block(nn.Module):
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self._attend(self.attention_norm(hidden))
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = hidden + self._attend(self.attention_norm(hidden), mask)
         return hidden + self.feed_forward(hidden)
 
-    def _attend(self, hidden: Tensor) -> Tensor:
+    def _attend(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         sequences, tokens, width = hidden.shape
         parts = self.attention_in(hidden).view(sequences, tokens, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
         return self.attention_out(attended.transpose(1, 2).reshape(sequences, tokens, width))
+
+
+def _packed_mask(position_ids: Tensor) -> Tensor:
+    """``[rows, 1, tokens, tokens]``: whether a token attends to another one, of its sequence and not after it."""
+    sequence = (position_ids == 0).cumsum(-1)
+    return (sequence[:, None, :, None] == sequence[:, None, None, :]).tril()
 
 
 def _initialize(module: nn.Module) -> None:
@@ -89,7 +104,7 @@ def next_token_loss(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tens
 
     Exactly zero where nothing is trained on, as in a filler, with gradients of zero for every parameter.
     """
-    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
     labels = inputs["labels"][:, 1:]
     total = functional.cross_entropy(
         logits[:, :-1].float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"

@@ -8,6 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from requestzero.planning import PlanStatistics
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -27,10 +29,12 @@ class RunSummary:
     bytes_between_requests: int
     """Gradient partition on the accelerator after a request within a window, the most on any rank."""
     bytes_at_peak: int
+    plan: PlanStatistics
+    """How the requests were shared by the ranks, and what naive splitting would have cost."""
     checkpoint: Path
     logs: Path
     skipped_lines: list[str]
-    """Lines of the data file that were left out, each with the reason."""
+    """Lines and texts of the data file that were left out, each with the reason."""
 
 
 def print_report(console: Console, summary: RunSummary) -> None:
@@ -38,7 +42,8 @@ def print_report(console: Console, summary: RunSummary) -> None:
     for line in summary.skipped_lines:
         console.print(f"left out: {line}", markup=False, highlight=False)
     if summary.skipped_lines:
-        console.print(f"{len(summary.skipped_lines)} lines of the data were left out (data.on_bad_line=skip).")
+        count = len(summary.skipped_lines)
+        console.print(f"{count} lines or texts of the data were left out (data.on_bad_line, data.on_long_text).")
     table = Table(title="requestzero: end of run", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -61,9 +66,22 @@ def _rows(summary: RunSummary) -> dict[str, str]:
         "updates skipped": f"{summary.updates_skipped:,}",
         "requests": f"{summary.requests:,}",
         "micro-batches per rank": f"{summary.micro_batches:,}",
+        **_plan_rows(summary.plan),
         "tokens per second": f"{summary.tokens_per_second:,.0f}",
         "gradient partition between requests": f"{summary.bytes_between_requests:,} bytes",
         "gradient partition at peak": f"{summary.bytes_at_peak:,} bytes",
         "checkpoint": _shown(summary.checkpoint),
         "logs": _shown(summary.logs),
+    }
+
+
+def _plan_rows(plan: PlanStatistics) -> dict[str, str]:
+    """What was planned; in brackets the same in order, with a fixed number of sequences per rank, padded."""
+    ours, naive = plan.planned, plan.naive
+    return {
+        "tokens": f"{plan.tokens:,} in {plan.sequences:,} sequences",
+        "padding": f"{ours.padding(plan.tokens):.1%} of the tokens computed (naive: {naive.padding(plan.tokens):.1%})",
+        "fillers": f"{ours.fillers:,} of {ours.micro_batches:,} micro-batches on all ranks "
+        f"(naive: {naive.fillers:,} of {naive.micro_batches:,})",
+        "imbalance": f"busiest rank {ours.imbalance:.1%} above the mean (naive: {naive.imbalance:.1%})",
     }

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from requestzero.initialization import initialize
     from requestzero.lightning.strategy import RequestZeRO
     from requestzero.micro_batch import MicroBatch
+    from requestzero.planned_loader import PlannedLoader
     from requestzero.request_loader import RequestLoader
     from requestzero.settings import OverflowSettings
 
@@ -25,6 +26,7 @@ _LAZY = {
     "GradientOverflowError": "requestzero.errors",
     "MicroBatch": "requestzero.micro_batch",
     "OverflowSettings": "requestzero.settings",
+    "PlannedLoader": "requestzero.planned_loader",
     "RequestLoader": "requestzero.request_loader",
     "RequestZeRO": "requestzero.lightning",
     "RequestZeROPlugin": "requestzero.accelerate",
@@ -34,6 +36,7 @@ __all__ = [
     "GradientOverflowError",
     "MicroBatch",
     "OverflowSettings",
+    "PlannedLoader",
     "RequestLoader",
     "RequestZeRO",
     "RequestZeROPlugin",

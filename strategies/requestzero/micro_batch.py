@@ -26,6 +26,8 @@ class MicroBatch:
     normalizations that use it; ``"mean"`` and ``"sum"`` do not)."""
     request_id: str | int | None = None
     """Name of the request in messages and logs."""
+    micro_batches: int | None = None
+    """Announced number of micro-batches of the request on every rank, fillers included. ``None``: not announced."""
 
     def __post_init__(self) -> None:
         if self.window_end and not self.request_end:

@@ -5,25 +5,26 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from requestzero.data_ranks import check_at_least_one
 from requestzero.labels import mask_labels
 from requestzero.micro_batch import MicroBatch
+from requestzero.micro_batch_loader import Cursor, MicroBatchLoader
 from requestzero.request_split import count_micro_batches, split_request
 
 
 @dataclass(frozen=True)
-class _Cursor:
+class _Cursor(Cursor):
     """What was handed out: whole requests of an epoch, and micro-batches of the request after them."""
 
-    epoch: int = 0
     requests: int = 0
     micro_batches: int = 0
 
 
-class RequestLoader:
+class RequestLoader(MicroBatchLoader[_Cursor]):
     """Iterates over one epoch of requests as :class:`~requestzero.MicroBatch`, with request ends marked.
 
     The items of a request are shared by all data-parallel ranks: in each micro-batch up to
@@ -32,13 +33,10 @@ class RequestLoader:
     for which a request's last round has no item runs a *filler*: the request's first item, made to have a
     loss of exactly zero (see ``filler``), with ``weight=0.0``.
 
-    Each pass over the loader is an epoch: passes count up from epoch 0, or :meth:`set_epoch` chooses. The
-    order of the requests follows from ``(seed, epoch)`` alone, so it is the same on all ranks. There is no
-    communication, and there are no worker processes: ``collate`` runs when a micro-batch is asked for. One
-    pass at a time.
-
-    Lightning saves and restores the loader with its checkpoints through :meth:`state_dict`, and leaves it as
-    it is, whereas it puts a ``DistributedSampler`` into a torch ``DataLoader``.
+    The order of the requests follows from ``(seed, epoch)`` alone, so it is the same on all ranks. There is no
+    communication, and there are no worker processes: ``collate`` runs when a micro-batch is asked for. Passes
+    and checkpoints: see :class:`~requestzero.micro_batch_loader.MicroBatchLoader`. Where texts differ much in
+    length, :class:`~requestzero.PlannedLoader` balances the ranks by tokens.
 
     Args:
         requests: The dataset. ``requests[i]`` is a sequence of one or more items; an item is whatever
@@ -79,9 +77,10 @@ class RequestLoader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        _check_at_least_one("micro_batch_size", micro_batch_size)
+        check_at_least_one("RequestLoader", "micro_batch_size", micro_batch_size)
         if requests_per_update is not None:
-            _check_at_least_one("requests_per_update", requests_per_update)
+            check_at_least_one("RequestLoader", "requests_per_update", requests_per_update)
+        super().__init__(_Cursor(), rank, world_size)
         self.requests = requests
         self.ids = range(len(requests)) if ids is None else ids
         self.collate = collate
@@ -91,46 +90,22 @@ class RequestLoader:
         self.requests_per_update = requests_per_update
         self.shuffle = shuffle
         self.seed = seed
-        self._given_ranks = _check_ranks(rank, world_size)
         self._lengths = [len(request) for request in requests]
         _check_requests(self._lengths, self.ids)
-        self._cursor = _Cursor()
-        # Whether the next pass starts at the cursor, and not at the start of the epoch after it.
-        self._placed = True
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the current pass, or of the next one where that was chosen."""
-        return self._cursor.epoch
-
-    @property
-    def sampler(self) -> RequestLoader:
-        """The loader itself: Lightning calls ``loader.sampler.set_epoch(epoch)`` before every epoch."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Start the next pass at the start of ``epoch``, or where :meth:`load_state_dict` left off in it."""
-        if not self._placed or epoch != self._cursor.epoch:
-            self._cursor = _Cursor(epoch)
-            self._placed = True
 
     def __len__(self) -> int:
         """Micro-batches per epoch and rank; the same on every rank and in every epoch."""
         _, world_size = self._ranks()
         return sum(count_micro_batches(items, world_size, self.micro_batch_size) for items in self._lengths)
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        # A generator, so that the cursor is read after Lightning's set_epoch, which follows its iter().
-        if not self._placed:
-            self._cursor = _Cursor(self._cursor.epoch + 1)
-        self._placed = False
+    def _rest_of_epoch(self) -> Iterator[MicroBatch]:
         order = self._order()
         for place in range(self._cursor.requests, len(order)):
             yield from self._request(order[place], place)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands, the micro-batch last yielded counted as done. The same on every rank."""
-        return {**asdict(self._cursor), "split": self._split(), "data": self._fingerprint}
+        return {**super().state_dict(), "split": self._split(), "data": self._fingerprint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass continue where ``state_dict`` was taken.
@@ -151,8 +126,7 @@ class RequestLoader:
                 f"cannot be continued with {self._split()}. Resume with the same numbers, or from a state "
                 "saved at a request's end."
             )
-        self._cursor = cursor
-        self._placed = True
+        self._place(cursor)
 
     def _request(self, index: int, place: int) -> Iterator[MicroBatch]:
         """What is left of request ``index``, the ``place``-th of the epoch."""
@@ -167,7 +141,7 @@ class RequestLoader:
             last = position == len(shares) - 1
             inputs, weight = self._inputs([items[item] for item in shares[position]], items[0])
             self._cursor = _Cursor(self.epoch, *((place + 1, 0) if last else (place, position + 1)))
-            yield MicroBatch(inputs, last, self._ends_window(place, last), weight, self.ids[index])
+            yield MicroBatch(inputs, last, self._ends_window(place, last), weight, self.ids[index], len(shares))
 
     def _inputs(self, items: list[Any], first: Any) -> tuple[Any, float]:
         if not items:
@@ -196,34 +170,6 @@ class RequestLoader:
         for name, items in zip(self.ids, self._lengths, strict=True):
             digest.update(f"{name!r} {items}\n".encode())
         return digest.hexdigest()
-
-    def _ranks(self) -> tuple[int, int]:
-        return self._given_ranks or _distributed_ranks()
-
-
-def _distributed_ranks() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def _check_at_least_one(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"RequestLoader({name}={value!r}) is not allowed: give a whole number above 0.")
-
-
-def _check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
-    given = f"RequestLoader(rank={rank!r}, world_size={world_size!r}) is not allowed"
-    if rank is None and world_size is None:
-        return None
-    if rank is None or world_size is None:
-        raise ValueError(f"{given}: give both, or neither to have torch.distributed asked.")
-    _check_at_least_one("world_size", world_size)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"{given}: ranks go from 0 to {world_size - 1}.")
-    return rank, world_size
 
 
 def _check_requests(lengths: list[int], ids: Sequence[str | int]) -> None:

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from requestzero.recipes.build import build_data, build_model, build_tokenizer
+from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
 from requestzero.recipes.config_check import config_problems, zero_settings
 from requestzero.recipes.config_schema import OverflowConfig, ZeroConfig, register_schema
 from requestzero.recipes.lightning_run import make_trainer
@@ -82,10 +82,12 @@ def test_a_file_composes_and_builds(composed: Any, tmp_path: Path) -> None:
     assert problems == []
     assert config_problems(cfg) == []
     trainer = make_trainer(cfg, tmp_path, Console(), UpdateMetrics())
-    assert trainer.accumulate_grad_batches == cfg.data.requests_per_update
+    assert trainer.accumulate_grad_batches == 1, "the loader marks the windows"
     assert trainer.strategy.settings == zero_settings(cfg)
     tokenizer = build_tokenizer(cfg.model)
-    assert build_data(cfg, tokenizer, world_size=2).requests
+    loader = build_loader(cfg, build_data(cfg, tokenizer, world_size=2), tokenizer)
+    assert loader.planner.windows.marks
+    assert len(loader) > 0
     assert sum(parameter.numel() for parameter in build_model(cfg).parameters()) > 1000
 
 
@@ -94,10 +96,12 @@ def test_the_demo_is_what_it_says() -> None:
     with initialize_config_module("requestzero.configs", version_base="1.3"):
         cfg = compose("lightning_sft")
     assert (cfg.zero.stage, cfg.zero.offload_optimizer, cfg.zero.grad_accum_dtype) == (2, True, "fp32")
-    assert (cfg.precision.mode, cfg.data.requests_per_update) == ("bf16-true", 4)
-    data = build_data(cfg, build_tokenizer(cfg.model), world_size=2)
-    micro_batches = {-(-len(request) // (2 * cfg.data.micro_batch_size)) for request in data.requests}
-    assert micro_batches == {1, 2, 3, 4, 5, 6}
+    assert cfg.precision.mode == "bf16-true"
+    tokenizer = build_tokenizer(cfg.model)
+    loader = build_loader(cfg, build_data(cfg, tokenizer, world_size=2), tokenizer)
+    assert (loader.planner.windows.requests, loader.planner.budget.tokens) == (4, 512)
+    plans = [request for window in loader.planner.epoch(0, 2) for request in window.plan.requests]
+    assert {request.bins.micro_batches for request in plans} == {1, 2, 3, 4, 5, 6}
     assert 0.5e6 < sum(parameter.numel() for parameter in build_model(cfg).parameters()) < 1e6
 
 

@@ -97,6 +97,25 @@ def test_all_bad_lines_are_told_at_once_or_skipped(tmp_path: Path) -> None:
     assert len(data.skipped_lines) == 2
 
 
+def test_long_texts_are_cut_truncated_skipped_or_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", {"id": "a", "texts": ["0123456789", "xy"]}, {"id": "b", "texts": ["9876543210"]})
+
+    def lengths(on_long_text: str) -> list[list[int]]:
+        data = read_jsonl(path, BYTES, 8, on_long_text=on_long_text)
+        assert len(data.skipped_lines) == (2 if on_long_text == "skip" else 0)
+        return [[len(sequence.input_ids) for sequence in request] for request in data.requests]
+
+    assert lengths("cut") == [[8, 3, 3], [8, 3]]
+    assert lengths("truncate") == [[8, 3], [8]]
+    assert lengths("skip") == [[3]]
+    with pytest.raises(UsageError, match=r"data\.on_long_text") as caught:
+        read_jsonl(path, BYTES, 8, on_long_text="stop")
+    assert [problem.split(": ", 1)[1] for problem in caught.value.problems[:2]] == [
+        "text 0 has 11 tokens, more than data.sequence_length=8"
+    ] * 2
+    assert len(caught.value.problems) == 3
+
+
 def test_bytes_that_are_no_text_are_a_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"id": 1, "texts": ["\xff"]}\n')
@@ -139,6 +158,13 @@ def test_the_embedded_text_is_cut_the_same_every_time_and_unevenly() -> None:
     assert max(lengths) <= 48
     assert len(set(lengths)) > 20
     assert len(set(data.ids)) == len(data.ids)
+
+
+def test_collate_packs() -> None:
+    sequences = [TokenSequence([1, 2], [IGNORED_LABEL, 2]), TokenSequence([3], [IGNORED_LABEL])]
+    inputs = make_collate(9, "packed")(sequences)
+    assert inputs["input_ids"].tolist() == [[1, 2, 3]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 0]]
 
 
 def test_collate_pads_on_the_right() -> None:

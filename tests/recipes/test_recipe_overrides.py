@@ -115,6 +115,17 @@ BAD = [
     ("data.path=/none", "data.longest_request=6 is not allowed with data.path='/none'"),
     ("data=jsonl data.path=/none", "data.path='/none' is not allowed: use a JSONL file that exists."),
     ("data.on_bad_line=ignore", "data.on_bad_line='ignore' is not allowed: use one of stop, skip."),
+    ("data.layout=flat", "data.layout='flat' is not allowed: use one of padded, packed."),
+    ("data.on_long_text=own", "data.on_long_text='own' is not allowed: use one of cut, truncate, skip, stop."),
+    (
+        "data.on_long_text=skip",
+        "data.on_long_text='skip' is not allowed with the embedded text, which is cut: use cut.",
+    ),
+    ("data.tokens_per_micro_batch=64", "data.tokens_per_micro_batch=64 is not allowed with data.sequence_length=128"),
+    (
+        "data.requests_per_update=4 data.tokens_per_update=9",
+        "data.requests_per_update=4 is not allowed with data.tokens_per_update=9: give one of them.",
+    ),
     ("optimizer.lr=0", "optimizer.lr=0.0 is not allowed: use a number above 0."),
     ("optimizer=cpu_adam zero=stage2", "optimizer.name='cpu_adam' needs zero.offload_optimizer=true"),
     ("trainer.max_steps=0", "trainer.max_steps=0 is not allowed: use a number of at least 1."),

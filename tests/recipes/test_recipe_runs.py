@@ -78,6 +78,14 @@ def test_the_demo_in_short(tmp_path: Path) -> None:
     assert last < first - 0.5
     assert (rows["updates applied"], rows["updates skipped"], rows["requests"]) == ("4", "0", "16")
     assert 16 <= int(rows["micro-batches per rank"]) <= 16 * 6
+    real, total, naive = re.search(
+        r"^([\d,]+) of ([\d,]+) micro-batches on all ranks \(naive: ([\d,]+) of", rows["fillers"]
+    ).groups()  # type: ignore[union-attr]
+    assert int(real) <= int(naive)
+    assert int(total) % int(rows["micro-batches per rank"]) == 0
+    for name in ("padding", "imbalance"):
+        ours, naive = map(float, re.findall(r"([\d.]+)%", rows[name]))
+        assert ours < naive, name
     assert float(rows["tokens per second"].replace(",", "")) > 0
     assert rows["gradient partition between requests"] == "0 bytes", "released at every request's end"
     assert int(rows["gradient partition at peak"].removesuffix(" bytes").replace(",", "")) > 0
@@ -116,13 +124,14 @@ def test_a_hugging_face_model_learns_from_chats(tmp_path: Path, hugging_face_mod
     chat = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
     lines = [json.dumps({"id": number, "messages": chat}) for number in range(3)]
     (tmp_path / "chats.jsonl").write_text("\n".join([*lines, "no json", lines[0]]))
-    model = ["model=hugging_face", f"model.path='{hugging_face_model}'"]
+    model = ["model=hugging_face", f"model.path='{hugging_face_model}'", "data.layout=packed", "data.num_workers=1"]
     data = ["data=jsonl", "data.path=chats.jsonl", "data.on_bad_line=skip", "data.requests_per_update=3"]
     output = run(tmp_path, *model, *data, *ONE_RANK, "trainer.max_steps=5", "optimizer.lr=0.01")
     assert float(table(output)["loss, last"]) < float(table(output)["loss, first"])
+    assert table(output)["padding"].startswith("0.0% of the tokens computed (naive: "), "packed"
     assert "left out: chats.jsonl:4: is not JSON" in output
     assert "left out: chats.jsonl:5: id 0 was already used on line 1" in output
-    assert "2 lines of the data were left out" in output
+    assert "2 lines or texts of the data were left out" in output
 
 
 def test_bad_data_stops_the_run_before_it_starts(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from requestzero.accelerate.plugin import RequestZeROPlugin
 from requestzero.accelerate.process_group import process_group
 from requestzero.accelerate.requests import MicroBatches
 from requestzero.communication import without_inference_operator
-from requestzero.request_loader import RequestLoader
+from requestzero.micro_batch_loader import MicroBatchLoader
 
 _INSTALLED = "_requestzero_installed"
 
@@ -100,7 +100,7 @@ class RequestZeROAccelerator(Accelerator):
         plugin = self.deepspeed_plugin
         if not isinstance(plugin, RequestZeROPlugin):
             return super()._prepare_deepspeed(*args)
-        args = tuple(MicroBatches(self, item) if isinstance(item, RequestLoader) else item for item in args)
+        args = tuple(MicroBatches(self, item) if isinstance(item, MicroBatchLoader) else item for item in args)
         check_objects(self, args)
         self.take_steps(plugin)
         result = self._prepare_with_our_engine(plugin, args)

@@ -1,0 +1,35 @@
+"""The data-parallel rank that a loader works for."""
+
+from __future__ import annotations
+
+
+def check_at_least_one(owner: str, name: str, value: int) -> None:
+    """Raises ValueError unless ``value`` is a whole number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{owner}({name}={value!r}) is not allowed: give a whole number above 0.")
+
+
+def check_ranks(owner: str, rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    """``(rank, world_size)`` as given, or ``None`` where neither is.
+
+    Raises:
+        ValueError: one without the other, or out of range.
+    """
+    given = f"{owner}(rank={rank!r}, world_size={world_size!r}) is not allowed"
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        raise ValueError(f"{given}: give both, or neither to have torch.distributed asked.")
+    check_at_least_one(owner, "world_size", world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{given}: ranks go from 0 to {world_size - 1}.")
+    return rank, world_size
+
+
+def distributed_ranks() -> tuple[int, int]:
+    """``(rank, world_size)`` of ``torch.distributed``; rank 0 of 1 where it is not initialized."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

@@ -1,0 +1,109 @@
+"""Requests that cannot be trained on as they are: an error that names them, or what the user has chosen instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+ON_LONG_TEXT = ("error", "truncate", "own_micro_batch", "skip")
+ON_BAD_REQUEST = ("error", "skip")
+
+
+@dataclass(frozen=True)
+class BadRequestPolicy:
+    """What happens to bad requests and texts; what is left out is counted.
+
+    Raises:
+        ValueError: an unknown choice.
+    """
+
+    on_long_text: str = "error"
+    """A text with more tokens than a micro-batch may have: ``"error"``; ``"truncate"`` keeps its first tokens;
+    ``"own_micro_batch"`` runs it alone, beyond the budget; ``"skip"`` leaves it out of its request."""
+    on_empty_request: str = "error"
+    """A request without texts, or a text without tokens: ``"error"``; ``"skip"`` leaves it out."""
+    on_untrainable_request: str = "error"
+    """A request without a token to train on: ``"error"``; ``"skip"`` leaves it out."""
+
+    def __post_init__(self) -> None:
+        check_choice("on_long_text", self.on_long_text, ON_LONG_TEXT)
+        check_choice("on_empty_request", self.on_empty_request, ON_BAD_REQUEST)
+        check_choice("on_untrainable_request", self.on_untrainable_request, ON_BAD_REQUEST)
+
+
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raises ValueError unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not allowed: use one of {', '.join(allowed)}.")
+
+
+@dataclass
+class UsableRequest:
+    """What is left of a request, and what was done to it."""
+
+    positions: list[int] = field(default_factory=list)
+    """Places of its texts in the request."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each."""
+    truncated: set[int] = field(default_factory=set)
+    """Those positions whose text is cut to the budget."""
+    skipped_texts: int = 0
+
+
+def usable(
+    name: str | int, lengths: Sequence[int], trainable: Sequence[int] | None, tokens: int, policy: BadRequestPolicy
+) -> UsableRequest:
+    """The texts of a request that are trained on; none where the whole request is left out.
+
+    Args:
+        name: of the request, for messages.
+        lengths: tokens of each of its texts.
+        trainable: tokens to train on of each text, if known.
+        tokens: budget of a micro-batch.
+        policy: what to do about bad ones.
+
+    Raises:
+        ValueError: the request is bad and ``policy`` says ``"error"``.
+    """
+    if len(lengths) == 0 and policy.on_empty_request == "error":
+        raise ValueError(
+            f"Request {name!r} is empty: it has no text. Leave it out, or use on_empty_request='skip' to pass it over."
+        )
+    request = UsableRequest()
+    for position, length in enumerate(lengths):
+        _take(request, name, position, length, tokens, policy)
+    if request.positions and trainable is not None and not any(trainable[p] for p in request.positions):
+        if policy.on_untrainable_request == "error":
+            raise ValueError(
+                f"Request {name!r} has no token to train on: leave it out, or use on_untrainable_request='skip' to "
+                "pass it over."
+            )
+        return UsableRequest(skipped_texts=request.skipped_texts)
+    return request
+
+
+def _take(
+    request: UsableRequest, name: str | int, position: int, length: int, tokens: int, policy: BadRequestPolicy
+) -> None:
+    if length < 1:
+        if policy.on_empty_request == "error":
+            raise ValueError(
+                f"Text {position} of request {name!r} has {length} tokens: leave it out, or use "
+                "on_empty_request='skip' to pass it over."
+            )
+        request.skipped_texts += 1
+        return
+    if length > tokens:
+        if policy.on_long_text == "error":
+            raise ValueError(
+                f"Text {position} of request {name!r} has {length:,} tokens, and a micro-batch may have {tokens:,}: "
+                "raise tokens_per_micro_batch, or use on_long_text='truncate', 'own_micro_batch' or 'skip'."
+            )
+        if policy.on_long_text == "skip":
+            request.skipped_texts += 1
+            return
+        if policy.on_long_text == "truncate":
+            request.truncated.add(position)
+            length = tokens
+    request.positions.append(position)
+    request.lengths.append(length)

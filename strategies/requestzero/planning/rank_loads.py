@@ -1,0 +1,38 @@
+"""How much every rank carries in a window so far, and which rank carries least."""
+
+from __future__ import annotations
+
+import heapq
+
+
+class RankLoads:
+    """Loads of the ranks. Ranks that carry nothing yet cost nothing: a request of a few texts may meet 1,024 ranks.
+
+    Args:
+        world_size: data-parallel ranks.
+        first: the rank that is taken first, so that not rank 0 gets the most of every window.
+    """
+
+    def __init__(self, world_size: int, first: int = 0) -> None:
+        self.world_size = world_size
+        self._first = first
+        self._used = 0
+        self._loads: list[tuple[float, int]] = []
+
+    def add(self, loads: list[float]) -> list[int]:
+        """Give each load, the heaviest first, to another one of the least loaded ranks; returns those ranks."""
+        taken = [self._least() for _ in loads]
+        for (before, rank), load in zip(taken, loads, strict=True):
+            heapq.heappush(self._loads, (before + load, rank))
+        return [rank for _, rank in taken]
+
+    def _least(self) -> tuple[float, int]:
+        if self._used == self.world_size:
+            return heapq.heappop(self._loads)
+        self._used += 1
+        return 0.0, (self._first + self._used - 1) % self.world_size
+
+    @property
+    def ascending(self) -> list[tuple[float, int]]:
+        """``(load, rank)`` of the ranks that carry anything, the least loaded first."""
+        return sorted(self._loads)

@@ -1,0 +1,30 @@
+"""Ids that are given twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def repeated_places(ids: Sequence[str | int]) -> dict[int, int]:
+    """For each place whose id stands at an earlier one too, the first such place.
+
+    Takes two passes over ``ids`` and, while it runs, 8 bytes for each: a hash, and a second look at the few whose
+    hash is not unique. Nothing is kept where all ids differ.
+    """
+    import numpy as np
+
+    if isinstance(ids, range):
+        return {}
+    hashes = np.fromiter((hash(name) for name in ids), dtype=np.int64, count=len(ids))
+    hashes.sort()
+    suspects = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
+    if not suspects:
+        return {}
+    first: dict[tuple[type, str | int], int] = {}
+    repeated: dict[int, int] = {}
+    for place, name in enumerate(ids):
+        if hash(name) in suspects:
+            earlier = first.setdefault((type(name), name), place)
+            if earlier != place:
+                repeated[place] = earlier
+    return repeated
