@@ -15,8 +15,9 @@ from ranks import RankGroup
 from windows import Layers, Setup
 
 import requestzero
-from requestzero.deepspeed_config import load_config, merge_configs, overflow_to_config, settings_to_config
+from requestzero.deepspeed_config import load_config, merge_configs, settings_to_config
 from requestzero.optimizer.swap import replaced
+from requestzero.overflow_config import overflow_to_config
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 

@@ -12,6 +12,7 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from typing_extensions import override
 
 from requestzero.accelerate.clipping import Clipping, pending_norm
+from requestzero.logged_metrics import logged_metrics
 from requestzero.optimizer.engine import RequestZeROEngine
 from requestzero.optimizer.window import UpdateWindow
 
@@ -54,6 +55,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self._normalization = normalization
         self._steps = steps
         self._tally = WindowTally(engine.update_window)
+        self._unlogged = False
 
     @property
     def tally(self) -> WindowTally:
@@ -136,9 +138,20 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self._check_between_requests("optimizer.step()")
         self.engine.end_request()
         self.engine.set_gradient_accumulation_boundary(True)
+        attempted = self.engine.attempted_updates
         with self.clipping.applied(self.engine):
             self.engine.step(divisor=self.divisor())
+        self._unlogged = self._unlogged or self.engine.attempted_updates > attempted
         self._tally = WindowTally(self.engine.update_window)
+
+    def metrics(self) -> dict[str, float]:
+        """See :func:`~requestzero.logged_metrics.logged_metrics`; waits for the device if a norm is on it still."""
+        return {name: float(value) for name, value in logged_metrics(self.engine).items()}
+
+    def take_metrics(self) -> dict[str, float]:
+        """:meth:`metrics` once after each update, else nothing."""
+        unlogged, self._unlogged = self._unlogged, False
+        return self.metrics() if unlogged else {}
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Let the next step clip at ``max_norm``; the norm of the open window's divided gradient. Collective.

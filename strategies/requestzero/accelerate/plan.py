@@ -8,16 +8,18 @@ from typing import Any
 
 from requestzero.accelerate.launch import launched_sources
 from requestzero.accelerate.options import (
+    OwnOptions,
     argument_source,
     describe_config,
     load_deepspeed_config,
     option_source,
-    overflow_sections,
+    overflow_sources,
     own_options,
 )
 from requestzero.accelerate.sources import AUTO, Source, look_up, merge_sources, put
 from requestzero.deepspeed_config import RETAIN_OPTION, Config, check_supported, load_config
 from requestzero.deepspeed_keys import check_top_level_keys, check_zero_section, wants_offload
+from requestzero.overflow_config import overflow_of
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 # What Accelerate writes into every config by itself; it says nothing at stages 1 and 2.
@@ -63,14 +65,14 @@ def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
     for source in sources:
         _check_source(source)
     config = merge_sources(sources)
-    merge_sources([Source("overflow", overflow_sections(own.overflow)), Source("the DeepSpeed config", config)])
+    merge_sources([*overflow_sources(arguments, options), *sources])  # whether they agree
     if look_up(config, "zero_optimization.stage") in (None, AUTO):
         put(config, "zero_optimization.stage", RequestZeROSettings.stage)
     check_supported(config)
     return Plan(
         config=config,
         sources=sources,
-        settings=_settings(config, own.normalization, own.overflow),
+        settings=_settings(config, own),
         steps=_said_steps(config),
         clipping=_said_clipping(config),
     )
@@ -93,7 +95,7 @@ def _drop_inert_keys(zero: Config) -> None:
             del zero[key]
 
 
-def _settings(config: Config, normalization: str, overflow: OverflowSettings) -> RequestZeROSettings:
+def _settings(config: Config, own: OwnOptions) -> RequestZeROSettings:
     zero = config["zero_optimization"]
     accumulation = look_up(config, "data_types.grad_accum_dtype")
     settings = RequestZeROSettings(
@@ -101,8 +103,9 @@ def _settings(config: Config, normalization: str, overflow: OverflowSettings) ->
         offload_optimizer=wants_offload(_without_auto_device(config)),
         retain_gpu_grad_partition_until_step=zero.get(RETAIN_OPTION, False),
         grad_accum_dtype=None if accumulation == AUTO else accumulation,
-        normalization=normalization,
-        overflow=overflow,
+        normalization=own.normalization,
+        log_metrics=own.log_metrics,
+        overflow=OverflowSettings(**{**overflow_of(config, None), **own.overflow.given()}),
     )
     if settings.retain_gpu_grad_partition_until_step and not settings.offload_optimizer:
         raise ValueError(
