@@ -13,8 +13,8 @@ def logged_metrics(engine: RequestZeROEngine) -> dict[str, Any]:
 
     ``overflow/skipped_updates`` and ``overflow/dropped_requests`` count from the start of the training,
     ``overflow/consecutive`` the skips since the last applied update; ``overflow/loss_scale`` is that of the next window
-    (1 outside fp16). ``grad_norm`` is infinite for a skipped update, left out where it is not known, and a scalar tensor
-    on the device where the step had no need to read it.
+    (1 outside fp16). ``grad_norm`` is infinite for a skipped update, left out where it is not known, and a scalar on
+    the device where the step had no need to read it.
     """
     norm = engine.get_global_grad_norm()
     return {
