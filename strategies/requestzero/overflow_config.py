@@ -51,7 +51,7 @@ def overflow_places(overflow: OverflowSettings) -> Config:
 
 
 def check_overflow_section(config: Mapping[str, Any], source: str) -> None:
-    """Raise ValueError where the section ``overflow`` is no mapping, or holds a wrong key or value.
+    """Raise ValueError where the section ``overflow`` is no mapping, or holds a wrong key or a wrong single value.
 
     Args:
         config: a DeepSpeed config.
@@ -69,7 +69,8 @@ def check_overflow_section(config: Mapping[str, Any], source: str) -> None:
                 f"{nearest(str(key), [item.name for item in fields(OverflowSettings)])}"
             )
     try:
-        OverflowSettings(**section)
+        for key, value in section.items():
+            OverflowSettings(**{key: value})
     except ValueError as error:
         raise ValueError(f"In {source}: {error}") from error
 

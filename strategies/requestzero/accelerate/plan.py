@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from requestzero.accelerate.launch import launched_sources
+from requestzero.accelerate.launch import PRECISION_PLACE, launched_sources
 from requestzero.accelerate.options import (
     OwnOptions,
     argument_source,
@@ -34,7 +34,9 @@ class Plan:
     """A DeepSpeed config that everybody agrees on."""
 
     config: Config
-    """With our own key, and with ``"auto"`` where it can be known only later."""
+    """With our own keys, and with ``"auto"`` where it can be known only later."""
+    written: Config
+    """The same without the precision that ``accelerate launch`` was told: sections ``fp16`` and ``bf16`` as written."""
     sources: list[Source]
     settings: RequestZeROSettings
     steps: int | None
@@ -65,14 +67,16 @@ def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
     for source in sources:
         _check_source(source)
     config = merge_sources(sources)
+    written = merge_sources([source for source in sources if not source.place.startswith(PRECISION_PLACE)])
     merge_sources([*overflow_sources(arguments, options), *sources])  # whether they agree
     if look_up(config, "zero_optimization.stage") in (None, AUTO):
         put(config, "zero_optimization.stage", RequestZeROSettings.stage)
     check_supported(config)
     return Plan(
         config=config,
+        written=written,
         sources=sources,
-        settings=_settings(config, own),
+        settings=_settings(config, own, overflow_of(written, None)),
         steps=_said_steps(config),
         clipping=_said_clipping(config),
     )
@@ -95,7 +99,7 @@ def _drop_inert_keys(zero: Config) -> None:
             del zero[key]
 
 
-def _settings(config: Config, own: OwnOptions) -> RequestZeROSettings:
+def _settings(config: Config, own: OwnOptions, overflow: Config) -> RequestZeROSettings:
     zero = config["zero_optimization"]
     accumulation = look_up(config, "data_types.grad_accum_dtype")
     settings = RequestZeROSettings(
@@ -105,7 +109,7 @@ def _settings(config: Config, own: OwnOptions) -> RequestZeROSettings:
         grad_accum_dtype=None if accumulation == AUTO else accumulation,
         normalization=own.normalization,
         log_metrics=own.log_metrics,
-        overflow=OverflowSettings(**{**overflow_of(config, None), **own.overflow.given()}),
+        overflow=OverflowSettings(**{**overflow, **own.overflow.given()}),
     )
     if settings.retain_gpu_grad_partition_until_step and not settings.offload_optimizer:
         raise ValueError(

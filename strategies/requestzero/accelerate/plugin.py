@@ -162,7 +162,7 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         chosen = precision_of(self.deepspeed_config)
         if chosen == "fp16":
             _check_fp16()
-        overflow = merged_overflow(self.settings.overflow, self.plan.config, chosen)
+        overflow = merged_overflow(self.settings.overflow, self.plan.written, chosen)
         for name, section in overflow_to_config(overflow, chosen).items():
             # In place: the object that holds the config holds the same dict.
             self.deepspeed_config.setdefault(name, {}).update(section)
