@@ -6,10 +6,13 @@ A *door* takes options by their own names and the precision, and yields the engi
 from __future__ import annotations
 
 import json
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning_runs
 import loops
@@ -139,11 +142,19 @@ def effective(engine: Any) -> Effective:
     }
 
 
+@contextmanager
+def own_environment() -> Iterator[None]:
+    """What a launcher gives a rank; Lightning takes ``WORLD_SIZE`` out when a run is over."""
+    rank, ranks = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+    with patch.dict(os.environ, {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}):
+        yield
+
+
 def through(door: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Effective]:
     """By case: ``(precision, options)`` taken through the door."""
     found = {}
     for name, (precision, options) in cases.items():
-        with Fp16OnCpu():
+        with Fp16OnCpu(), own_environment():
             engine = DOORS[door](options, precision)
             found[name] = effective(engine)
             engine.destroy()
@@ -152,7 +163,7 @@ def through(door: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str
 
 def refusal(door: str, options: dict[str, Any], precision: str) -> str:
     """What the door says of options that cannot be meant together."""
-    with Fp16OnCpu():
+    with Fp16OnCpu(), own_environment():
         try:
             DOORS[door](options, precision)
         except ValueError as error:
