@@ -103,7 +103,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
                 already, as DeepSpeed takes it: the step divides no more.
 
         Raises:
-            ValueError: some losses of the window were divided and others not; or they were, and requests may be dropped.
+            ValueError: some losses of the window were divided and others not, or they were and requests may be dropped.
         """
         self._note(divided=not kwargs.pop("scale_wrt_gas", True))
         self.engine.set_gradient_accumulation_boundary(self.request_end is not False)
