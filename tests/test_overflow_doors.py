@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from overflow_doors import DOORS, Effective, refusal, through
 from ranks import RankGroup
+from windows import Setup
 
 from requestzero.overflow_rules import contradictions
 from requestzero.settings import OverflowSettings
@@ -102,3 +105,57 @@ def test_contradictions_are_told_alike(two_ranks: RankGroup, name: str) -> None:
                 assert text.startswith(TRAINER)
             else:
                 assert text.splitlines() == contradictions(options, precision), options
+
+
+# --- schedulers given to initialize ---------------------------------------------------------------------------------
+
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "object": {},
+    "config": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 9, "warmup_type": "linear"}},
+}
+POISONED = {1, 4, 5, 9}
+"""Requests, two to a window, that bring a NaN: the third window has nothing else."""
+
+
+def scheduled(kind: str, poisoned: set[int], first: int, folder: str, load: bool) -> list[tuple[Any, ...]]:
+    """Windows ``first`` to 5 under ``drop_request``: rates and counters after each. Saves after the third."""
+    import requestzero
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    config = Setup(config={"overflow": {"check_grad_overflow": True, "on_overflow": "drop_request"}}).deepspeed_config()
+    scheduler = None
+    if kind == "config":
+        config["scheduler"] = SCHEDULERS[kind]
+    else:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5**update)
+    engine = requestzero.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+    if load:
+        engine.load_checkpoint(folder)
+    seen: list[tuple[Any, ...]] = []
+    for request in range(2 * first, 12):
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(torch.full((1, 4), float("nan") if request in poisoned else 1.0)).sum())
+        if request % 2:
+            engine.step()
+            counts = engine.attempted_updates, engine.applied_updates, engine.skipped_updates, engine.dropped_requests
+            seen.append((engine.get_lr()[0], *counts, model.weight.tolist()))
+            if request == 5 and not load:
+                engine.save_checkpoint(folder)
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_move_on_applied_updates_only(two_ranks: RankGroup, tmp_path: Path, kind: str) -> None:
+    clean = two_ranks.run(scheduled, kind, set(), 0, str(tmp_path / "clean"), False)
+    whole = two_ranks.run(scheduled, kind, POISONED, 0, str(tmp_path / "state"), False)
+    resumed = two_ranks.run(scheduled, kind, POISONED, 3, str(tmp_path / "state"), True)
+    for expected, want, got in zip(clean, whole, resumed, strict=True):
+        assert len({row[0] for row in expected}) == 6
+        assert [row[0] for row in want] == [expected[i][0] for i in (0, 1, 1, 2, 3, 4)]
+        assert [row[1:5] for row in want] == [
+            (1, 1, 0, 1), (2, 2, 0, 1), (3, 2, 1, 3), (4, 3, 1, 3), (5, 4, 1, 4), (6, 5, 1, 4)
+        ]  # fmt: skip
+        assert got == want[3:]
