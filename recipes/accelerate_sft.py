@@ -67,7 +67,13 @@ def train(cfg: Any, output_dir: Path) -> Any:
     import torch
     from accelerate.utils import set_seed, tqdm
 
-    from requestzero.recipes.accelerate_start import make_accelerator, make_optimizer, same_on_all_ranks, summarize
+    from requestzero.recipes.accelerate_start import (
+        make_accelerator,
+        make_optimizer,
+        progress_of,
+        same_on_all_ranks,
+        summarize,
+    )
     from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
     from requestzero.recipes.model import next_token_loss
     from requestzero.recipes.window_metrics import LoopTotals, WindowLoss
@@ -107,13 +113,12 @@ def train(cfg: Any, output_dir: Path) -> Any:
             if not accelerator.sync_gradients:
                 continue
             totals.add(window, *accelerator.reduce(losses.take(), "sum").tolist())
-            norm = float("nan") if optimizer.step_was_skipped else float(engine.get_global_grad_norm())
-            metrics = {"loss": totals.last_loss, "grad_norm": norm, "lr": rate}
-            bar.set_postfix({"requests": totals.requests, **metrics}, refresh=False)
+            metrics = {"loss": totals.last_loss, "lr": rate}
+            bar.set_postfix({"requests": totals.requests, **metrics, **progress_of(engine)}, refresh=False)
             bar.update()
             if totals.updates % cfg.trainer.log_every_n_steps == 0:
                 counts = {name: getattr(totals, name) for name in ("requests", "micro_batches", "tokens")}
-                accelerator.log({**metrics, **counts}, step=totals.updates)
+                accelerator.log({**metrics, **counts}, step=totals.updates)  # adds grad_norm and overflow/...
             if totals.updates % (cfg.trainer.checkpoint_every_n_steps or steps) == 0 or totals.updates == steps:
                 accelerator.save_state(str(output_dir / "checkpoints" / f"update-{totals.updates}"))
             if totals.updates == steps:

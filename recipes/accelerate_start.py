@@ -94,6 +94,15 @@ def make_optimizer(model: Any, config: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
 
 
+def progress_of(engine: Any) -> dict[str, float]:
+    """What the progress bar shows of the engine."""
+    return {
+        "grad norm": float(engine.get_global_grad_norm()),
+        "skipped": engine.skipped_updates,
+        "dropped": engine.dropped_requests,
+    }
+
+
 def summarize(
     accelerator: Any, totals: Any, plan: Any, output_dir: Path, speed: float, held: int, skipped_lines: list[str]
 ) -> RunSummary | None:
@@ -122,7 +131,8 @@ def summarize(
         first_loss=totals.first_loss,
         last_loss=totals.last_loss,
         updates_applied=engine.applied_updates,
-        updates_skipped=engine.skipped_steps,
+        updates_skipped=engine.skipped_updates,
+        requests_dropped=engine.dropped_requests,
         requests=totals.requests,
         micro_batches=totals.micro_batches,
         tokens_per_second=speed,

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from requestzero.deepspeed_config import overflow_to_config
+from requestzero.overflow_rules import contradictions
 from requestzero.recipes.config_schema import RecipeConfig
 from requestzero.recipes.devices import choose_devices, count_gpus
 from requestzero.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
@@ -89,17 +89,8 @@ def _sums_16_bits_in_fp32(cfg: Any) -> bool:
 def _overflow(cfg: Any) -> Iterator[str]:
     given = {name: value for name, value in cfg.overflow.items() if value is not None}
     refusals = [_refusal(OverflowSettings, **{name: value}) for name, value in given.items()]
-    together = None if any(refusals) else _refusal(OverflowSettings, **given)
-    yield from filter(None, [*refusals, together])
-    if not any(refusals) and cfg.precision.mode in PRECISIONS:
-        yield from _overflow_against_precision(given, cfg.precision.mode)
-
-
-def _overflow_against_precision(given: dict[str, Any], mode: str) -> Iterator[str]:
-    for name, value in given.items():
-        refusal = _refusal(overflow_to_config, OverflowSettings(**{name: value}), PRECISIONS[mode])
-        if refusal:
-            yield f"overflow.{name}={value!r} with precision.mode={mode!r}: {refusal}"
+    wrong = [refusal for refusal in refusals if refusal]
+    yield from wrong or contradictions(given, PRECISIONS.get(cfg.precision.mode))
 
 
 def _model(cfg: Any) -> Iterator[str]:

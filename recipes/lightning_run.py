@@ -106,6 +106,7 @@ def _summary(
         last_loss=totals.last_loss,
         updates_applied=figures.updates_applied,
         updates_skipped=figures.updates_skipped,
+        requests_dropped=figures.requests_dropped,
         requests=totals.requests,
         micro_batches=totals.micro_batches,
         tokens_per_second=figures.tokens / max(figures.seconds, 1e-9),

@@ -15,12 +15,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from requestzero.recipes.update_metrics import running_strategy
+
 PLAIN_LINES = 10
 """Lines of progress in a run whose output is not a terminal."""
 
 
 class UpdateProgress(Callback):
-    """Updates done of all, with requests, loss and gradient norm; on the first rank only.
+    """Updates done of all, with requests, loss, gradient norm, skipped updates and dropped requests; first rank only.
 
     Where the output is not a terminal, about ten plain lines are printed instead of a bar.
     """
@@ -48,8 +50,9 @@ class UpdateProgress(Callback):
         if not trainer.is_global_zero or trainer.global_step == self.shown:
             return
         self.shown = trainer.global_step
-        requests, loss, norm = (metrics[name] for name in ("requests", "loss", "grad_norm"))
-        text = f"requests {requests:.0f}  loss {loss:.3f}  grad norm {norm:.3f}"
+        strategy = running_strategy(trainer)
+        text = f"requests {metrics['requests']:.0f}  loss {metrics['loss']:.3f}  grad norm {strategy.grad_norm:.3f}"
+        text += f"  skipped {strategy.skipped_updates}  dropped {strategy.dropped_requests}"
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=trainer.global_step, metrics=text)
         elif trainer.global_step == 1 or trainer.global_step % max(1, trainer.max_steps // PLAIN_LINES) == 0:

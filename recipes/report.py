@@ -21,6 +21,8 @@ class RunSummary:
     updates_applied: int
     updates_skipped: int
     """Updates whose gradient was not finite."""
+    requests_dropped: int
+    """Requests that were left out of their updates (overflow.on_overflow=drop_request)."""
     requests: int
     micro_batches: int
     """Per rank, fillers included."""
@@ -65,6 +67,7 @@ def _rows(summary: RunSummary) -> dict[str, str]:
         "updates applied": f"{summary.updates_applied:,}",
         "updates skipped": f"{summary.updates_skipped:,}",
         "requests": f"{summary.requests:,}",
+        "requests dropped": f"{summary.requests_dropped:,}",
         "micro-batches per rank": f"{summary.micro_batches:,}",
         **_plan_rows(summary.plan),
         "tokens per second": f"{summary.tokens_per_second:,.0f}",

@@ -39,14 +39,16 @@ class RankFigures:
     """This rank's gradient partition, the most held after a request within a window."""
     bytes_at_peak: int = 0
     updates_applied: int = 0
-    """Over the whole training, as ``updates_skipped``."""
+    """Over the whole training, as the two following."""
     updates_skipped: int = 0
+    requests_dropped: int = 0
 
 
 class UpdateMetrics(Callback):
-    """Logs ``loss``, ``grad_norm``, ``lr``, ``requests``, ``micro_batches`` and ``tokens`` once per update.
+    """Logs ``loss``, ``lr``, ``requests``, ``micro_batches`` and ``tokens`` once per update.
 
-    The loss is the mean over the window's trained tokens on all ranks, before the update.
+    The loss is the mean over the window's trained tokens on all ranks, before the update. The strategy adds
+    ``grad_norm`` and ``overflow/...``.
     """
 
     def __init__(self) -> None:
@@ -61,7 +63,7 @@ class UpdateMetrics(Callback):
         self._started = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        window = _strategy(trainer).engine.update_window
+        window = running_strategy(trainer).engine.update_window
         self.totals.requests += window.requests + window.request_open
         self.totals.micro_batches += window.micro_batches
         self._rate = optimizer.param_groups[0]["lr"]
@@ -69,7 +71,7 @@ class UpdateMetrics(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        strategy = _strategy(trainer)
+        strategy = running_strategy(trainer)
         loss, tokens = outputs["loss"].detach(), outputs["tokens"]
         self._loss_and_tokens = [self._loss_and_tokens[0] + loss * tokens, self._loss_and_tokens[1] + tokens]
         if not strategy.window_open:
@@ -79,9 +81,10 @@ class UpdateMetrics(Callback):
             self.figures.bytes_between_requests = max(self.figures.bytes_between_requests, held)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = _strategy(trainer)
+        strategy = running_strategy(trainer)
         self.figures.updates_applied = strategy.applied_updates
         self.figures.updates_skipped = strategy.skipped_updates
+        self.figures.requests_dropped = strategy.dropped_requests
         held = [float(self.figures.bytes_between_requests), float(strategy.engine.peak_grad_partition_bytes)]
         most = strategy.reduce(torch.tensor(held, dtype=torch.float64, device=strategy.root_device), reduce_op="max")
         self.figures.bytes_between_requests, self.figures.bytes_at_peak = map(int, most.tolist())
@@ -97,12 +100,8 @@ class UpdateMetrics(Callback):
             totals.first_loss = totals.last_loss
         self.figures.tokens += int(tokens)
         self.figures.seconds = time.perf_counter() - self._started
-        pl_module.log_dict(self._update_metrics(strategy), prog_bar=True)
-
-    def _update_metrics(self, strategy: Any) -> dict[str, float]:
-        counts = {name: float(getattr(self.totals, name)) for name in ("requests", "micro_batches", "tokens")}
-        norm = math.nan if strategy.grad_norm is None else strategy.grad_norm  # a skipped update has none
-        return {"loss": self.totals.last_loss, "grad_norm": norm, "lr": self._rate, **counts}
+        counts = {name: float(getattr(totals, name)) for name in ("requests", "micro_batches", "tokens")}
+        pl_module.log_dict({"loss": totals.last_loss, "lr": self._rate, **counts}, prog_bar=True)
 
     def _clear_window(self) -> None:
         self._loss_and_tokens = [torch.zeros(()), torch.zeros(())]
@@ -114,7 +113,7 @@ class UpdateMetrics(Callback):
         self.totals = RunTotals(**state_dict)
 
 
-def _strategy(trainer: Trainer) -> Any:
+def running_strategy(trainer: Trainer) -> Any:
     """The trainer's ``RequestZeRO`` within fit, where it has an engine."""
     assert isinstance(trainer.strategy, RequestZeRO)
     return trainer.strategy

@@ -13,13 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from requestzero.settings import OverflowSettings, RequestZeROSettings
+from requestzero.settings import RequestZeROSettings
 
 Config = dict[str, Any]
 
 RETAIN_OPTION = "retain_gpu_grad_partition_until_step"
-OVERFLOW_SECTION = "overflow"
-"""Our own section of a DeepSpeed config, for the overflow options that have no place upstream."""
 
 
 def load_config(config: Any, source: str = "config") -> Config:
@@ -148,38 +146,6 @@ def settings_to_config(settings: RequestZeROSettings) -> Config:
     if settings.grad_accum_dtype is not None:
         config["data_types"] = {"grad_accum_dtype": settings.grad_accum_dtype}
     return config
-
-
-def overflow_to_config(overflow: OverflowSettings, precision: str) -> Config:
-    """The DeepSpeed keys of the overflow options that were set, and ours in a section ``overflow``.
-
-    Args:
-        precision: the model's dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-
-    Raises:
-        ValueError: an option does not apply to this precision.
-    """
-    scaling = overflow.loss_scale_options()
-    if scaling and precision != "fp16":
-        raise ValueError(
-            f"overflow.{next(iter(scaling))} scales fp16 losses, but the precision is {precision}: leave it out, or "
-            "train in fp16."
-        )
-    check = overflow.check_grad_overflow
-    if precision == "fp16" and check is False:
-        raise ValueError(
-            "overflow.check_grad_overflow=False is not possible in fp16, whose loss scaling needs the check: leave "
-            "it out, or train in bf16."
-        )
-    config: Config = {}
-    if precision == "fp16" and scaling:
-        config["fp16"] = scaling
-    if precision == "bf16" and check is not None:
-        config["bf16"] = {"check_grad_overflow": check}
-    own = overflow.own_options()
-    if precision == "fp32" and check is not None:
-        own["check_grad_overflow"] = check
-    return {**config, OVERFLOW_SECTION: own} if own else config
 
 
 def take_retain_option(config: Config) -> bool:

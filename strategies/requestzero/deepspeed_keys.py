@@ -9,6 +9,7 @@ from typing import Any
 
 from requestzero.deepspeed_config import RETAIN_OPTION, Config
 from requestzero.nearest import nearest
+from requestzero.overflow_config import OVERFLOW_SECTION, check_overflow_section
 
 # fmt: off
 TOP_LEVEL_KEYS = frozenset([
@@ -24,6 +25,9 @@ TOP_LEVEL_KEYS = frozenset([
     "weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
 ])
 """Sections and scalars of a DeepSpeed config."""
+
+OWN_SECTIONS = frozenset([OVERFLOW_SECTION])
+"""Sections that only this package reads."""
 
 REMOVED_KEYS = frozenset([
     "amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity", "graph_harvesting", "nebula",
@@ -59,15 +63,16 @@ STAGE_3_KEYS = frozenset([
 
 
 def check_top_level_keys(config: Config, source: str) -> None:
-    """Raise ValueError for a key that DeepSpeed does not know, here or in a section of ``SECTION_KEYS``.
+    """Raise ValueError for a key that nobody knows, here, in a section of ``SECTION_KEYS`` or in one of our own.
 
     A section that is no mapping, and one that DeepSpeed has removed, are errors too.
     """
     for key in config:
         if key in REMOVED_KEYS:
             raise ValueError(f"{key!r} in {source} is not possible: {_removal(key)}")
-        if key not in TOP_LEVEL_KEYS:
-            raise ValueError(f"{key!r} in {source} is no key of a DeepSpeed config.{nearest(str(key), TOP_LEVEL_KEYS)}")
+        if key not in TOP_LEVEL_KEYS and key not in OWN_SECTIONS:
+            near = nearest(str(key), TOP_LEVEL_KEYS | OWN_SECTIONS)
+            raise ValueError(f"{key!r} in {source} is no key of a DeepSpeed config.{near}")
     for name in ("zero_optimization", *SECTION_KEYS):
         if not isinstance(config.get(name, {}), dict):
             raise ValueError(f"{name}={config[name]!r} in {source} is not allowed: give a mapping of its options.")
@@ -77,6 +82,7 @@ def check_top_level_keys(config: Config, source: str) -> None:
                 raise ValueError(
                     f"{name}.{key} in {source} is no option of DeepSpeed's {name}.{nearest(str(key), known)}"
                 )
+    check_overflow_section(config, source)
 
 
 def _removal(key: str) -> str:

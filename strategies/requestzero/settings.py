@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+from requestzero.overflow_rules import LOSS_SCALE_KEYS, contradictions
 
 STAGES = (1, 2)
 GRAD_ACCUM_DTYPES = ("fp32", "bf16", "fp16")
 NORMALIZATIONS = ("mean", "sum")
 INCOMPLETE_WINDOW = ("step", "drop")
-ON_OVERFLOW = ("skip", "raise", "drop_request")
+ON_OVERFLOW = ("skip", "raise", "drop_request")  # the first is the default
 OWN_OVERFLOW_KEYS = ("on_overflow", "max_consecutive_skips")
 # Lightning's name of a precision -> the model's dtype, as DeepSpeed names its section.
 PRECISIONS = {
@@ -37,18 +39,21 @@ def _check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} is not allowed: use true or false.")
 
 
-def _check_integer(name: str, value: Any, lowest: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < lowest):
-        raise ValueError(f"{name}={value!r} is not allowed: use a whole number of at least {lowest}.")
+def _check_integer(name: str, value: Any, lowest: int, highest: float = math.inf) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (whole and lowest <= value <= highest):
+        limit = "" if highest == math.inf else f" and at most {highest}"
+        raise ValueError(f"{name}={value!r} is not allowed: use a whole number of at least {lowest}{limit}.")
 
 
-def _check_number(name: str, value: Any, lowest: float = -math.inf, above: float = -math.inf) -> None:
-    if value is None:
-        return
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def _check_number(name: str, value: Any, lowest: float) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < lowest or value <= above:
-        allowed = "a positive number" if above == 0 else f"a number of at least {lowest}"
-        raise ValueError(f"{name}={value!r} is not allowed: use {allowed}.")
+    if value is not None and not (number and value >= lowest):
+        raise ValueError(f"{name}={value!r} is not allowed: use a number of at least {lowest}.")
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,10 @@ class OverflowSettings:
     check_grad_overflow: bool | None = None
     """Whether gradients are looked at for inf and NaN: on by default in bf16 and fp16 (where it cannot be off), off in
     fp32 (``overflow.check_grad_overflow`` in a DeepSpeed config). DeepSpeed key: ``bf16.check_grad_overflow``."""
-    on_overflow: str = "skip"
-    """What happens then: ``"skip"`` drops the window's update, ``"raise"`` ends the run with an error on all ranks
-    that names parameters, request and rank, ``"drop_request"`` leaves only that request out of the window's update.
-    DeepSpeed key: ``overflow.on_overflow``."""
+    on_overflow: str | None = None
+    """What happens then: ``"skip"`` (which ``None`` is) drops the window's update, ``"raise"`` ends the run with an
+    error on all ranks that names parameters, request and rank, ``"drop_request"`` leaves only that request out of the
+    window's update. DeepSpeed key: ``overflow.on_overflow``."""
     max_consecutive_skips: int | None = None
     """How many updates in a row may be skipped; the last of them ends the run with an error. ``None``: any number.
     DeepSpeed key: ``overflow.max_consecutive_skips``."""
@@ -84,30 +89,33 @@ class OverflowSettings:
     """fp16 only, dynamic. Whether an update without overflow refills the hysteresis (default false).
     DeepSpeed key: ``fp16.consecutive_hysteresis``."""
     min_loss_scale: float | None = None
-    """fp16 only, dynamic. The scale never falls below this (default 1).
+    """fp16 only, dynamic. The scale never falls below this whole number (default 1).
     DeepSpeed key: ``fp16.min_loss_scale``."""
 
     def __post_init__(self) -> None:
         for name in ("check_grad_overflow", "consecutive_hysteresis"):
             if getattr(self, name) is not None:
                 _check_bool(f"overflow.{name}", getattr(self, name))
-        _check_choice("overflow.on_overflow", self.on_overflow, ON_OVERFLOW)
+        if self.on_overflow is not None:
+            _check_choice("overflow.on_overflow", self.on_overflow, ON_OVERFLOW)
         _check_integer("overflow.max_consecutive_skips", self.max_consecutive_skips, 1)
-        if self.max_consecutive_skips is not None and self.on_overflow == "raise":
-            raise ValueError(
-                f"overflow.max_consecutive_skips={self.max_consecutive_skips} and overflow.on_overflow='raise' "
-                "disagree: no update is skipped where the first one raises. Leave one of them out."
-            )
         _check_number("overflow.loss_scale", self.loss_scale, lowest=0)
-        for name, lowest in (("initial_scale_power", 0), ("loss_scale_window", 1), ("hysteresis", 1)):
-            _check_integer(f"overflow.{name}", getattr(self, name), lowest)
-        _check_number("overflow.min_loss_scale", self.min_loss_scale, above=0)
-        dynamic_only = [name for name in self.loss_scale_options() if name != "loss_scale"]
-        if self.loss_scale and dynamic_only:
-            raise ValueError(
-                f"overflow.loss_scale={self.loss_scale!r} is a static loss scale, but overflow.{dynamic_only[0]} is "
-                "for dynamic loss scaling: leave it out, or set overflow.loss_scale=0."
-            )
+        _check_integer("overflow.initial_scale_power", self.initial_scale_power, 0, highest=127)  # fp32's range
+        for name in ("loss_scale_window", "hysteresis"):
+            _check_integer(f"overflow.{name}", getattr(self, name), 1)
+        smallest: Any = self.min_loss_scale
+        _check_integer("overflow.min_loss_scale", int(smallest) if _is_whole(smallest) else smallest, 1)
+        self.check()
+
+    def check(self, precision: str | None = None) -> None:
+        """Raise ValueError, with all that is wrong, where options contradict each other or the precision.
+
+        Args:
+            precision: the model's dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``None`` where it is not known yet.
+        """
+        problems = contradictions(self.given(), precision)
+        if problems:
+            raise ValueError("\n".join(problems))
 
     @classmethod
     def build(cls, value: OverflowSettings | Mapping[str, Any] | None) -> OverflowSettings:
@@ -124,21 +132,22 @@ class OverflowSettings:
             raise ValueError(f"overflow.{unknown[0]} is not an option: use one of {', '.join(known)}.")
         return cls(**{str(key): item for key, item in value.items()})
 
+    def given(self) -> dict[str, Any]:
+        """The options that were set, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
     def loss_scale_options(self) -> dict[str, Any]:
         """The fp16 loss-scale options that were set, by their DeepSpeed names."""
-        return {
-            item.name: getattr(self, item.name)
-            for item in fields(self)
-            if item.name not in (*OWN_OVERFLOW_KEYS, "check_grad_overflow") and getattr(self, item.name) is not None
-        }
+        return {name: value for name, value in self.given().items() if name in LOSS_SCALE_KEYS}
 
     def own_options(self) -> dict[str, Any]:
-        """The options that differ from their defaults and for which DeepSpeed has no place in any precision."""
-        return {
-            item.name: getattr(self, item.name)
-            for item in fields(self)
-            if item.name in OWN_OVERFLOW_KEYS and getattr(self, item.name) != item.default
-        }
+        """The options that were set and for which DeepSpeed has no place in any precision."""
+        return {name: value for name, value in self.given().items() if name in OWN_OVERFLOW_KEYS}
+
+    def resolved(self, precision: str) -> OverflowSettings:
+        """With the defaults of ``check_grad_overflow`` and ``on_overflow`` put in."""
+        check = precision != "fp32" if self.check_grad_overflow is None else self.check_grad_overflow
+        return replace(self, check_grad_overflow=check, on_overflow=self.on_overflow or ON_OVERFLOW[0])
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,9 @@ class RequestZeROSettings:
     incomplete_window: str = "step"
     """What happens at an epoch's end to a window with fewer requests than ``accumulate_grad_batches``: ``"step"``
     applies it, divided by its own number of micro-batches; ``"drop"`` discards it."""
+    log_metrics: bool = True
+    """Whether loggers get ``grad_norm`` and ``overflow/...`` (skipped updates, skips in a row, dropped requests, loss
+    scale) of the updates that are logged. A metric of yours by the same name is left as it is."""
     overflow: OverflowSettings = field(default_factory=OverflowSettings)
     """What happens to gradients that are not finite."""
 
@@ -174,4 +186,5 @@ class RequestZeROSettings:
         _check_choice("grad_accum_dtype", self.grad_accum_dtype, (None, *GRAD_ACCUM_DTYPES))
         _check_choice("normalization", self.normalization, NORMALIZATIONS)
         _check_choice("incomplete_window", self.incomplete_window, INCOMPLETE_WINDOW)
+        _check_bool("log_metrics", self.log_metrics)
         object.__setattr__(self, "overflow", OverflowSettings.build(self.overflow))

@@ -144,6 +144,7 @@ def train(loop: Loop, environment: dict[str, str] | None = None) -> dict[str, An
         if wrapped is not None:
             record["counts"] = (wrapped.engine.global_steps, wrapped.engine.applied_updates)
             record["config"] = accelerator.deepspeed_config
+            record["metrics"] = accelerator.deepspeed_plugin.metrics(accelerator)
         accelerator.free_memory()
         return record
 

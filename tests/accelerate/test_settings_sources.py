@@ -205,7 +205,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "overflow: argument and dict": (
         {},
         {"overflow": {"check_grad_overflow": True}, "hf_ds_config": {"bf16": {"check_grad_overflow": False}}},
-        "bf16.check_grad_overflow is True in overflow and False in the DeepSpeed config",
+        "bf16.check_grad_overflow is True in the arguments of RequestZeROPlugin and False in hf_ds_config",
     ),
 }
 
@@ -292,7 +292,9 @@ def test_precision_of_the_accelerator_against_the_config() -> None:
         build({}, precision="bf16", hf_ds_config={"fp16": {"enabled": True}})
     with pytest.raises(ValueError, match=r"bf16.enabled is True in accelerate's mixed_precision='bf16', but the Acc"):
         build({"precision": "bf16"}, precision="no")
-    with pytest.raises(ValueError, match=r"overflow.loss_scale scales fp16 losses, but the precision is bf16"):
+    with pytest.raises(
+        ValueError, match=r"overflow.loss_scale=2 \(fp16.loss_scale\) scales fp16 losses, but the precision is bf16"
+    ):
         build({}, precision="bf16", overflow={"loss_scale": 2})
     build({}, precision="no", hf_ds_config={"bf16": {"enabled": True}})  # nobody has said "no"
 

@@ -449,14 +449,19 @@ def test_values_as_deepspeed_reads_them() -> None:
         (
             "32-true",
             {"initial_scale_power": 8},
-            r"overflow\.initial_scale_power scales fp16 losses, but the precision is fp32",
+            r"overflow\.initial_scale_power=8 \(fp16\.initial_scale_power\) scales fp16 losses, but the precision is "
+            r"fp32",
         ),
         (
             "bf16-true",
             {"overflow": {"loss_scale": 4.0}},
-            r"overflow\.loss_scale scales fp16 losses, but the precision is bf16",
+            r"overflow\.loss_scale=[48]\.0 \(fp16\.loss_scale\) scales fp16 losses, but the precision is bf16",
         ),
-        ("bf16-mixed", {"config": {"fp16": {"hysteresis": 4}}}, r"overflow\.hysteresis scales fp16 losses"),
+        (
+            "bf16-mixed",
+            {"config": {"fp16": {"hysteresis": 4}}},
+            r"overflow\.hysteresis=[24] \(fp16\.hysteresis\) scales fp16 losses",
+        ),
         (
             "32-true",
             {"config": {"bf16": {"enabled": True}}},

@@ -15,8 +15,9 @@ from ranks import RankGroup
 from windows import Layers, Setup
 
 import requestzero
-from requestzero.deepspeed_config import load_config, merge_configs, overflow_to_config, settings_to_config
+from requestzero.deepspeed_config import load_config, merge_configs, settings_to_config
 from requestzero.optimizer.swap import replaced
+from requestzero.overflow_config import overflow_to_config
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 
@@ -223,9 +224,21 @@ def test_overflow_becomes_deepspeed_keys() -> None:
 @pytest.mark.parametrize(
     ("overflow", "precision", "message"),
     [
-        ({"loss_scale": 8.0}, "bf16", r"overflow\.loss_scale scales fp16 losses, but the precision is bf16"),
-        ({"hysteresis": 2}, "fp32", r"overflow\.hysteresis scales fp16 losses, but the precision is fp32"),
-        ({"check_grad_overflow": False}, "fp16", r"overflow\.check_grad_overflow=False is not possible in fp16"),
+        (
+            {"loss_scale": 8.0},
+            "bf16",
+            r"overflow\.loss_scale=[48]\.0 \(fp16\.loss_scale\) scales fp16 losses, but the precision is bf16",
+        ),
+        (
+            {"hysteresis": 2},
+            "fp32",
+            r"overflow\.hysteresis=[24] \(fp16\.hysteresis\) scales fp16 losses, but the precision is fp32",
+        ),
+        (
+            {"check_grad_overflow": False},
+            "fp16",
+            r"overflow\.check_grad_overflow=False \(bf16.*\) is not possible in fp16",
+        ),
     ],
 )
 def test_overflow_options_that_do_not_apply(overflow: dict[str, Any], precision: str, message: str) -> None:

@@ -14,7 +14,7 @@ BOOLS = r"use true or false\."
 
 
 def test_defaults() -> None:
-    overflow = {**dict.fromkeys(asdict(OverflowSettings())), "on_overflow": "skip"}
+    overflow = dict.fromkeys(asdict(OverflowSettings()))
     assert asdict(RequestZeROSettings()) == {
         "stage": 2,
         "offload_optimizer": False,
@@ -22,6 +22,7 @@ def test_defaults() -> None:
         "grad_accum_dtype": None,
         "normalization": "mean",
         "incomplete_window": "step",
+        "log_metrics": True,
         "overflow": overflow,
     }
 
@@ -59,6 +60,7 @@ def test_allowed_values_are_kept(name: str, values: tuple[Any, ...]) -> None:
         ("normalization", "token", r"use one of 'mean', 'sum'\."),
         ("normalization", None, r"use one of 'mean', 'sum'\."),
         ("incomplete_window", "keep", r"use one of 'step', 'drop'\."),
+        ("log_metrics", "no", BOOLS),
     ],
 )
 def test_a_value_that_is_not_allowed(name: str, value: Any, allowed: str) -> None:
@@ -76,15 +78,17 @@ def test_a_value_that_is_not_allowed(name: str, value: Any, allowed: str) -> Non
         ("loss_scale", -1, r"use a number of at least 0\."),
         ("loss_scale", "dynamic", r"use a number of at least 0\."),
         ("loss_scale", True, r"use a number of at least 0\."),
-        ("initial_scale_power", -1, r"use a whole number of at least 0\."),
+        ("initial_scale_power", -1, r"use a whole number of at least 0 and at most 127\."),
+        ("initial_scale_power", 128, r"use a whole number of at least 0 and at most 127\."),
         ("loss_scale_window", 0, r"use a whole number of at least 1\."),
         ("hysteresis", 0, r"use a whole number of at least 1\."),
         ("loss_scale", float("nan"), r"use a number of at least 0\."),
-        ("initial_scale_power", 1.5, r"use a whole number of at least 0\."),
+        ("initial_scale_power", 1.5, r"use a whole number of at least 0 and at most 127\."),
         ("loss_scale_window", True, r"use a whole number of at least 1\."),
-        ("min_loss_scale", 0, r"use a positive number\."),
-        ("min_loss_scale", "1", r"use a positive number\."),
-        ("min_loss_scale", True, r"use a positive number\."),
+        ("min_loss_scale", 0, r"use a whole number of at least 1\."),
+        ("min_loss_scale", 0.5, r"use a whole number of at least 1\."),
+        ("min_loss_scale", "1", r"use a whole number of at least 1\."),
+        ("min_loss_scale", True, r"use a whole number of at least 1\."),
     ],
 )
 def test_an_overflow_value_that_is_not_allowed(name: str, value: Any, allowed: str) -> None:
@@ -92,26 +96,18 @@ def test_an_overflow_value_that_is_not_allowed(name: str, value: Any, allowed: s
         RequestZeROSettings(overflow=OverflowSettings(**{name: value}))
 
 
-def test_a_static_loss_scale_has_no_dynamic_options() -> None:
-    message = (
-        r"^overflow\.loss_scale=128 is a static loss scale, but overflow\.hysteresis is for dynamic loss "
-        r"scaling: leave it out, or set overflow\.loss_scale=0\.$"
-    )
-    with pytest.raises(ValueError, match=message):
-        OverflowSettings(loss_scale=128, hysteresis=2)
-
-
-def test_an_update_that_raises_is_not_skipped_in_a_row() -> None:
-    message = r"^overflow\.max_consecutive_skips=3 and overflow\.on_overflow='raise' disagree: "
-    with pytest.raises(ValueError, match=message):
-        OverflowSettings(max_consecutive_skips=3, on_overflow="raise")
-
-
 def test_own_options_are_those_that_deepspeed_has_no_place_for() -> None:
     assert OverflowSettings(check_grad_overflow=True, loss_scale=8).own_options() == {}
-    settings = OverflowSettings(on_overflow="drop_request", max_consecutive_skips=2, hysteresis=2)
-    assert settings.own_options() == {"on_overflow": "drop_request", "max_consecutive_skips": 2}
+    settings = OverflowSettings(on_overflow="skip", max_consecutive_skips=3, hysteresis=2)
+    assert settings.own_options() == {"on_overflow": "skip", "max_consecutive_skips": 3}
     assert settings.loss_scale_options() == {"hysteresis": 2}
+
+
+@pytest.mark.parametrize(("precision", "check"), [("fp32", False), ("bf16", True), ("fp16", True)])
+def test_defaults_by_precision(precision: str, check: bool) -> None:
+    assert OverflowSettings().resolved(precision) == OverflowSettings(check_grad_overflow=check, on_overflow="skip")
+    given = OverflowSettings(check_grad_overflow=True, on_overflow="raise")
+    assert given.resolved(precision) == given
 
 
 def test_an_overflow_option_that_does_not_exist() -> None:

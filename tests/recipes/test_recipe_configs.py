@@ -25,7 +25,13 @@ from requestzero.settings import OverflowSettings, RequestZeROSettings
 COMMAND = "# python -m requestzero.recipes.lightning_sft"
 CONFIGS = Path(str(files("requestzero.configs")))
 RECIPE_FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.read_text().startswith(COMMAND))
-FP16 = {"precision/fp16", "precision/fp16_mixed", "overflow/fp16_dynamic", "overflow/fp16_static"}
+FP16 = {
+    "precision/fp16",
+    "precision/fp16_mixed",
+    "overflow/fp16_dynamic",
+    "overflow/fp16_static",
+    "overflow/fp16_drop_request",
+}
 
 
 def name_of(path: Path) -> str:

@@ -97,11 +97,22 @@ BAD = [
         "zero.retain_gpu_grad_partition_until_step=true zero.grad_accum_dtype=bf16",
         "zero.grad_accum_dtype='bf16' has nothing to keep",
     ),
-    ("overflow.loss_scale=128", "overflow.loss_scale=128.0 with precision.mode='bf16-true': "),
+    (
+        "overflow.loss_scale=128",
+        "overflow.loss_scale=128.0 (fp16.loss_scale) scales fp16 losses, but the precision is bf16",
+    ),
     ("overflow.hysteresis=0", "overflow.hysteresis=0 is not allowed: use a whole number of at least 1."),
     (
         "precision=fp16 overflow=fp16_dynamic overflow.loss_scale=8",
-        "overflow.loss_scale=8.0 is a static loss scale",
+        "overflow.loss_scale=8.0 (fp16.loss_scale) is a static loss scale",
+    ),
+    (
+        "precision=fp32 overflow=drop_request",
+        "overflow.on_overflow='drop_request' needs overflow.check_grad_overflow=true, which is off by default in fp32",
+    ),
+    (
+        "overflow=raise overflow.on_overflow=stop",
+        "overflow.on_overflow='stop' is not allowed: use one of 'skip', 'raise'",
     ),
     ("precision=fp16", "precision.mode='16-true' is not allowed on CPU: use bf16-true or 32-true."),
     ("precision.mode=bf32", "precision.mode='bf32' is not allowed: use one of 32-true, bf16-true"),
@@ -148,13 +159,15 @@ def test_a_bad_command_is_told(command: str, message: str) -> None:
 
 
 def test_all_problems_are_told_at_once() -> None:
-    problems = problems_of("trainer.max_step=3 zero.stage=x +foo=1 overflow.loss_scale=2 data=jsonl optimizer.lr=-1")
+    overflow = "overflow.loss_scale=2 overflow.on_overflow=raise overflow.max_consecutive_skips=3"
+    problems = problems_of(f"trainer.max_step=3 zero.stage=x +foo=1 {overflow} data=jsonl optimizer.lr=-1")
     expected = [
         "max_step'",
         "zero.stage=x",
         "'foo'",
         "optimizer.lr=-1.0",
         "overflow.loss_scale=2.0",
+        "overflow.max_consecutive_skips=3 and overflow.on_overflow='raise' disagree",
         "data.path=null",
     ]
     assert len(problems) == len(expected)

@@ -80,6 +80,8 @@ class RequestZeROAccelerator(Accelerator):
     """
 
     deepspeed_engine_wrapped: Any
+    _logs_metrics = False
+    """Whether :meth:`log` adds the metrics of the engine that was prepared."""
 
     @property
     def engine_wrapper(self) -> RequestZeROEngineWrapper | None:
@@ -140,6 +142,7 @@ class RequestZeROAccelerator(Accelerator):
             plugin.plan.clipping,
         )
         self.deepspeed_engine_wrapped = wrapper
+        self._logs_metrics = plugin.settings.log_metrics
         optimizer = RequestZeROOptimizerWrapper(stock.optimizer, wrapper)
         self._optimizers.append(optimizer)
         for scheduler in self._schedulers:
@@ -189,6 +192,15 @@ class RequestZeROAccelerator(Accelerator):
             return
         with super().no_sync(model):
             yield
+
+    @override
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Also what :meth:`RequestZeROPlugin.metrics` gives: once after each update, and what ``values`` lacks."""
+        wrapper = self.engine_wrapper
+        if wrapper is not None and self._logs_metrics and self.is_main_process:
+            own = wrapper.take_metrics()
+            values = {**values, **{name: value for name, value in own.items() if name not in values}}
+        super().log(values, step=step, log_kwargs=log_kwargs)
 
     @override
     def clip_grad_norm_(

@@ -12,8 +12,15 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from typing_extensions import override
 
 from requestzero.accelerate.clipping import Clipping, pending_norm
+from requestzero.logged_metrics import logged_metrics
 from requestzero.optimizer.engine import RequestZeROEngine
 from requestzero.optimizer.window import UpdateWindow
+
+DROP_AFTER_DIVISION = (
+    "overflow.on_overflow='drop_request' is not possible where the losses are divided before the backward, as "
+    "Transformers' Trainer does: a request that is dropped could not be left out of what they were divided by. Use "
+    "'skip' or 'raise', or a loop with accelerator.backward(loss)."
+)
 
 
 @dataclass
@@ -54,6 +61,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self._normalization = normalization
         self._steps = steps
         self._tally = WindowTally(engine.update_window)
+        self._unlogged = False
 
     @property
     def tally(self) -> WindowTally:
@@ -95,7 +103,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
                 already, as DeepSpeed takes it: the step divides no more.
 
         Raises:
-            ValueError: some losses of the window were divided and others not.
+            ValueError: some losses of the window were divided and others not, or they were and requests may be dropped.
         """
         self._note(divided=not kwargs.pop("scale_wrt_gas", True))
         self.engine.set_gradient_accumulation_boundary(self.request_end is not False)
@@ -108,6 +116,8 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
                 f"accelerator.backward(scale_wrt_gas={not divided}) comes in a window that was begun with "
                 f"scale_wrt_gas={not tally.divided}: say the same for all of its micro-batches."
             )
+        if divided and self.engine.options.overflow.on_overflow == "drop_request":
+            raise ValueError(f"accelerator.backward(scale_wrt_gas=False): {DROP_AFTER_DIVISION}")
         tally.divided = divided
         tally.marked = tally.marked or self.request_end is not None
 
@@ -136,9 +146,20 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self._check_between_requests("optimizer.step()")
         self.engine.end_request()
         self.engine.set_gradient_accumulation_boundary(True)
+        attempted = self.engine.attempted_updates
         with self.clipping.applied(self.engine):
             self.engine.step(divisor=self.divisor())
+        self._unlogged = self._unlogged or self.engine.attempted_updates > attempted
         self._tally = WindowTally(self.engine.update_window)
+
+    def metrics(self) -> dict[str, float]:
+        """See :func:`~requestzero.logged_metrics.logged_metrics`; waits for the device if a norm is on it still."""
+        return {name: float(value) for name, value in logged_metrics(self.engine).items()}
+
+    def take_metrics(self) -> dict[str, float]:
+        """:meth:`metrics` once after each update, else nothing."""
+        unlogged, self._unlogged = self._unlogged, False
+        return self.metrics() if unlogged else {}
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Let the next step clip at ``max_norm``; the norm of the open window's divided gradient. Collective.
@@ -149,6 +170,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         """
         self.clipping.ask(max_norm)
         self._check_between_requests("accelerator.clip_grad_norm_()")
+        self.engine.end_request()  # which may drop it
         return pending_norm(self.engine, self.divisor())
 
     def _check_between_requests(self, call: str) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from requestzero.accelerate.sources import AUTO
 from requestzero.deepspeed_config import RETAIN_OPTION, Config
+from requestzero.overflow_config import OVERFLOW_SECTION
 
 MICRO, GLOBAL = "train_micro_batch_size_per_gpu", "train_batch_size"
 _TOP_LEVEL = (MICRO, GLOBAL, "gradient_accumulation_steps", "gradient_clipping")
@@ -68,7 +69,7 @@ def engine_config(config: Config, sizes: BatchSizes, clipping: float | None) -> 
     """
     zero = config["zero_optimization"]
     saved = {key: config[key] for key in _TOP_LEVEL if key in config}
-    retain = zero.pop(RETAIN_OPTION, None)
+    retain, overflow = zero.pop(RETAIN_OPTION, None), config.pop(OVERFLOW_SECTION, None)
     config.pop(GLOBAL, None)
     config.update({MICRO: sizes.micro, "gradient_accumulation_steps": 1, "gradient_clipping": clipping or 0.0})
     try:
@@ -83,3 +84,5 @@ def engine_config(config: Config, sizes: BatchSizes, clipping: float | None) -> 
     finally:
         if retain is not None:
             zero[RETAIN_OPTION] = retain
+        if overflow is not None:
+            config[OVERFLOW_SECTION] = overflow

@@ -15,6 +15,7 @@ from requestzero.deepspeed_config import Config, load_config
 
 NONE = "none"
 PACKAGE_PREFIX = "pkg://"
+PRECISION_PLACE = "accelerate's mixed_precision"
 
 
 def _number(kind: type) -> Callable[[str], Any]:
@@ -66,7 +67,7 @@ def launched_sources(environ: Mapping[str, str]) -> list[Source]:
             sources.append(_single(variable, option, key, text, read))
     precision = launched_precision(environ)
     if precision is not None:
-        sources.append(Source(f"accelerate's mixed_precision={precision!r}", precision_config(precision)))
+        sources.append(Source(f"{PRECISION_PLACE}={precision!r}", precision_config(precision)))
     name = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", NONE)
     if name != NONE:
         sources.append(Source(f"the DeepSpeed file {name!r}", load_named(name, "accelerate's deepspeed_config_file")))

@@ -14,6 +14,7 @@ from requestzero.accelerate.launch import NONE, load_named
 from requestzero.accelerate.sources import Source, merge_sources, put
 from requestzero.deepspeed_config import RETAIN_OPTION, Config, load_config
 from requestzero.nearest import nearest
+from requestzero.overflow_config import overflow_places
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 ARGUMENTS = "the arguments of RequestZeROPlugin"
@@ -54,6 +55,7 @@ class OwnOptions:
     """Options without a DeepSpeed key."""
 
     normalization: str
+    log_metrics: bool
     overflow: OverflowSettings
 
 
@@ -102,38 +104,29 @@ def option_source(options: Config) -> Source:
 
 
 def own_options(arguments: Mapping[str, Any], options: Config) -> OwnOptions:
-    """``normalization`` and ``overflow`` from both places.
+    """``normalization``, ``log_metrics`` and ``overflow`` from both places.
 
     Raises:
         ValueError: a value that is not allowed, or two different ones.
     """
     places = {ARGUMENTS: arguments, OPTIONS: options}
-    sources = [Source(place, _own(given)) for place, given in places.items()]
-    merged = merge_sources(sources)
-    settings = RequestZeROSettings(
-        normalization=merged.get("normalization", RequestZeROSettings.normalization),
-        overflow=OverflowSettings.build(merged.get("overflow")),
-    )
-    return OwnOptions(settings.normalization, settings.overflow)
+    merged = merge_sources([Source(place, _own(given)) for place, given in places.items()])
+    settings = RequestZeROSettings(**merged)
+    return OwnOptions(settings.normalization, settings.log_metrics, settings.overflow)
 
 
 def _own(given: Mapping[str, Any]) -> Config:
-    config: Config = {}
-    if given.get("normalization") is not None:
-        config["normalization"] = given["normalization"]
-    overflow = OverflowSettings.build(given.get("overflow"))
-    default = OverflowSettings()
-    said = {name: value for name, value in vars(overflow).items() if value != getattr(default, name)}
+    config = {name: given[name] for name in ("normalization", "log_metrics") if given.get(name) is not None}
+    said = OverflowSettings.build(given.get("overflow")).given()
     return {**config, "overflow": said} if said else config
 
 
-def overflow_sections(overflow: OverflowSettings) -> Config:
-    """The DeepSpeed keys of ``overflow`` whatever the precision, to compare them with a DeepSpeed config."""
-    check = overflow.check_grad_overflow
-    return {
-        "fp16": overflow.loss_scale_options(),
-        "bf16": {} if check is None else {"check_grad_overflow": check},
-    }
+def overflow_sources(arguments: Mapping[str, Any], options: Config) -> list[Source]:
+    """Every place in a DeepSpeed config of the ``overflow`` of both, to compare them with one."""
+    places = {ARGUMENTS: arguments, OPTIONS: options}
+    return [
+        Source(place, overflow_places(OverflowSettings.build(given.get("overflow")))) for place, given in places.items()
+    ]
 
 
 def load_deepspeed_config(config: Any) -> Config:

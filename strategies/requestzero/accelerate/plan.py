@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from requestzero.accelerate.launch import launched_sources
+from requestzero.accelerate.launch import PRECISION_PLACE, launched_sources
 from requestzero.accelerate.options import (
+    OwnOptions,
     argument_source,
     describe_config,
     load_deepspeed_config,
     option_source,
-    overflow_sections,
+    overflow_sources,
     own_options,
 )
 from requestzero.accelerate.sources import AUTO, Source, look_up, merge_sources, put
 from requestzero.deepspeed_config import RETAIN_OPTION, Config, check_supported, load_config
 from requestzero.deepspeed_keys import check_top_level_keys, check_zero_section, wants_offload
+from requestzero.overflow_config import overflow_of
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 # What Accelerate writes into every config by itself; it says nothing at stages 1 and 2.
@@ -32,7 +34,9 @@ class Plan:
     """A DeepSpeed config that everybody agrees on."""
 
     config: Config
-    """With our own key, and with ``"auto"`` where it can be known only later."""
+    """With our own keys, and with ``"auto"`` where it can be known only later."""
+    written: Config
+    """The same without the precision that ``accelerate launch`` was told: sections ``fp16`` and ``bf16`` as written."""
     sources: list[Source]
     settings: RequestZeROSettings
     steps: int | None
@@ -63,14 +67,16 @@ def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
     for source in sources:
         _check_source(source)
     config = merge_sources(sources)
-    merge_sources([Source("overflow", overflow_sections(own.overflow)), Source("the DeepSpeed config", config)])
+    written = merge_sources([source for source in sources if not source.place.startswith(PRECISION_PLACE)])
+    merge_sources([*overflow_sources(arguments, options), *sources])  # whether they agree
     if look_up(config, "zero_optimization.stage") in (None, AUTO):
         put(config, "zero_optimization.stage", RequestZeROSettings.stage)
     check_supported(config)
     return Plan(
         config=config,
+        written=written,
         sources=sources,
-        settings=_settings(config, own.normalization, own.overflow),
+        settings=_settings(config, own, overflow_of(written, None)),
         steps=_said_steps(config),
         clipping=_said_clipping(config),
     )
@@ -93,7 +99,7 @@ def _drop_inert_keys(zero: Config) -> None:
             del zero[key]
 
 
-def _settings(config: Config, normalization: str, overflow: OverflowSettings) -> RequestZeROSettings:
+def _settings(config: Config, own: OwnOptions, overflow: Config) -> RequestZeROSettings:
     zero = config["zero_optimization"]
     accumulation = look_up(config, "data_types.grad_accum_dtype")
     settings = RequestZeROSettings(
@@ -101,8 +107,9 @@ def _settings(config: Config, normalization: str, overflow: OverflowSettings) ->
         offload_optimizer=wants_offload(_without_auto_device(config)),
         retain_gpu_grad_partition_until_step=zero.get(RETAIN_OPTION, False),
         grad_accum_dtype=None if accumulation == AUTO else accumulation,
-        normalization=normalization,
-        overflow=overflow,
+        normalization=own.normalization,
+        log_metrics=own.log_metrics,
+        overflow=OverflowSettings(**{**overflow, **own.overflow.given()}),
     )
     if settings.retain_gpu_grad_partition_until_step and not settings.offload_optimizer:
         raise ValueError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ from requestzero.accelerate.launch import launched_precision, precision_config
 from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
 from requestzero.accelerate.sources import AUTO, look_up, places_of
-from requestzero.deepspeed_config import merge_configs, overflow_to_config
-from requestzero.engine_options import EngineOptions
+from requestzero.engine_options import EngineOptions, take_overflow
+from requestzero.overflow_config import merged_overflow, overflow_to_config, precision_of
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 from requestzero.versions import require_supported_deepspeed
 
@@ -55,6 +56,7 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         grad_accum_dtype: dtype of the window's running sum.
         normalization: What the window's sum is divided by, ``"mean"`` or ``"sum"``.
         overflow: :class:`~requestzero.settings.OverflowSettings` or a mapping of its fields.
+        log_metrics: Whether ``accelerator.log`` adds :meth:`metrics`.
         options: A YAML or JSON file, a dict or an OmegaConf object with options by their names in
             :class:`~requestzero.settings.RequestZeROSettings`.
 
@@ -74,6 +76,7 @@ class RequestZeROPlugin(DeepSpeedPlugin):
     grad_accum_dtype: str | None = field(default=None)
     normalization: str | None = field(default=None)
     overflow: OverflowSettings | Mapping[str, Any] | None = field(default=None)
+    log_metrics: bool | None = field(default=None)
     options: Any = field(default=None)
 
     @override
@@ -96,7 +99,7 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         settings = plan.settings
         if isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             # The Trainer goes on with this object.
-            self.hf_ds_config.config = dict(plan.config)
+            self.hf_ds_config.config = copy.deepcopy(plan.config)
         else:
             self.hf_ds_config = HfDeepSpeedConfig(plan.config)
         self.zero_stage = settings.stage
@@ -107,6 +110,7 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         self.grad_accum_dtype = settings.grad_accum_dtype
         self.normalization = settings.normalization
         self.overflow = settings.overflow
+        self.log_metrics = settings.log_metrics
 
     @property
     def settings(self) -> RequestZeROSettings:
@@ -115,14 +119,29 @@ class RequestZeROPlugin(DeepSpeedPlugin):
 
     @property
     def engine_options(self) -> EngineOptions:
-        """What the engine is told beside the DeepSpeed config."""
-        return EngineOptions(retain_gpu_grad_partition_until_step=self.settings.retain_gpu_grad_partition_until_step)
+        """What the engine is told beside the DeepSpeed config; complete once the precision is known."""
+        return EngineOptions(
+            retain_gpu_grad_partition_until_step=self.settings.retain_gpu_grad_partition_until_step,
+            overflow=take_overflow(copy.deepcopy(self.deepspeed_config)),
+        )
 
     def requests(self, accelerator: Accelerator) -> Requests:
         """Requests of several micro-batches, and windows of any number of requests, for a loop with ``accelerator``."""
         from requestzero.accelerate.requests import Requests
 
         return Requests(accelerator)
+
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
+        """What ``accelerator.log`` adds by itself: ``overflow/...`` and the last update's ``grad_norm``.
+
+        For trackers of another kind, see :func:`~requestzero.logged_metrics.logged_metrics`.
+
+        Raises:
+            RuntimeError: ``accelerator`` has not prepared a model with such a plugin.
+        """
+        from requestzero.accelerate.requests import engine_wrapper
+
+        return engine_wrapper(accelerator).metrics()
 
     @override
     def _deepspeed_config_checks(self) -> None:
@@ -136,14 +155,19 @@ class RequestZeROPlugin(DeepSpeedPlugin):
             ValueError: the config or an overflow option is for another precision, or the device cannot do it.
         """
         self._check_precision(mixed_precision)
+        for name in ("bf16", "fp16"):
+            if name in self.deepspeed_config:  # Accelerate looks at sections that say "auto" only
+                self.deepspeed_config[name].setdefault("enabled", AUTO)
         super().set_mixed_precision(mixed_precision)
-        chosen = next((name for name in ("bf16", "fp16") if look_up(self.deepspeed_config, f"{name}.enabled")), "fp32")
+        chosen = precision_of(self.deepspeed_config)
         if chosen == "fp16":
             _check_fp16()
-        overflow = overflow_to_config(self.settings.overflow, chosen)
-        merged = merge_configs(overflow, self.deepspeed_config, "overflow", "the DeepSpeed config")
-        # In place: the object that holds the config holds the same dict.
-        self.deepspeed_config.update(merged)
+        overflow = merged_overflow(self.settings.overflow, self.plan.written, chosen)
+        for name, section in overflow_to_config(overflow, chosen).items():
+            # In place: the object that holds the config holds the same dict.
+            self.deepspeed_config.setdefault(name, {}).update(section)
+        self.overflow = overflow
+        self.plan = replace(self.plan, settings=replace(self.settings, overflow=overflow))
 
     def _check_precision(self, mixed_precision: str) -> None:
         wanted = precision_config(mixed_precision)

@@ -45,7 +45,7 @@ class Requests:
     @property
     def window(self) -> UpdateWindow:
         """What has come since the last step: ``micro_batches``, ``requests``, ``is_open``, ``request_open``."""
-        return _engine_wrapper(self._accelerator).engine.update_window
+        return engine_wrapper(self._accelerator).engine.update_window
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -54,7 +54,7 @@ class Requests:
         Raises:
             RuntimeError: within another request, or before ``prepare``.
         """
-        wrapper = _engine_wrapper(self._accelerator)
+        wrapper = engine_wrapper(self._accelerator)
         with wrapper.marking():
             yield
         wrapper.engine.end_request()
@@ -108,7 +108,7 @@ class MicroBatches:
             RuntimeError: a window is open, another pass goes on, or the loader itself is registered for checkpointing.
             ValueError: the loader's marks contradict each other or ``requests_per_window``.
         """
-        wrapper = _engine_wrapper(self.accelerator)
+        wrapper = engine_wrapper(self.accelerator)
         self._check_start(wrapper)
         per_window = self.requests_per_window or self.accelerator.gradient_accumulation_steps
         marks, gradient_state = WindowMarks(), self.accelerator.gradient_state
@@ -177,7 +177,7 @@ def _with_last(loader: Any, snapshot: Any) -> Iterator[tuple[Any, Any, bool]]:
         yield (*waiting.pop(), True)
 
 
-def _engine_wrapper(accelerator: Accelerator) -> RequestZeROEngineWrapper:
+def engine_wrapper(accelerator: Accelerator) -> RequestZeROEngineWrapper:
     wrapper = getattr(accelerator, "engine_wrapper", None)
     if wrapper is None:
         raise RuntimeError(

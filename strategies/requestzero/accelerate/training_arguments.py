@@ -57,8 +57,17 @@ class RequestZeROTrainingArguments(TrainingArguments):
 
 
 def as_request_zero(plugin: DeepSpeedPlugin) -> RequestZeROPlugin:
-    """The plugin with the same DeepSpeed config object, unless it is one of ours already."""
-    return plugin if isinstance(plugin, RequestZeROPlugin) else RequestZeROPlugin(hf_ds_config=plugin.hf_ds_config)
+    """The plugin with the same DeepSpeed config object, unless it is one of ours already.
+
+    Raises:
+        ValueError: it would drop requests, whose losses Trainer has divided already.
+    """
+    ours = plugin if isinstance(plugin, RequestZeROPlugin) else RequestZeROPlugin(hf_ds_config=plugin.hf_ds_config)
+    if ours.settings.overflow.on_overflow == "drop_request":
+        from requestzero.accelerate.engine import DROP_AFTER_DIVISION
+
+        raise ValueError(DROP_AFTER_DIVISION)
+    return ours
 
 
 def _launched_config() -> Config:

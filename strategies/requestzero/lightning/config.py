@@ -16,9 +16,9 @@ from requestzero.deepspeed_config import (
     check_supported,
     load_config,
     merge_configs,
-    overflow_to_config,
 )
 from requestzero.deepspeed_keys import check_top_level_keys, check_values, check_zero_section, wants_offload
+from requestzero.overflow_config import merged_overflow, overflow_of, overflow_places, overflow_to_config
 from requestzero.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
 
 ARGUMENTS = "the arguments of RequestZeRO"
@@ -104,7 +104,7 @@ def build_config(defaults: Config, given: Config, overflow: OverflowSettings, us
         ValueError: a key has one value in the arguments and another in ``user``, does not apply to ZeRO 1 and 2,
             or has a value that is not allowed.
     """
-    merge_configs(_overflow_sections(overflow), user, "overflow", source)
+    merge_configs(overflow_places(overflow), user, "overflow", source)
     config = _overlay(defaults, merge_configs(given, user, ARGUMENTS, source))
     check_supported(config)
     check_zero_section(user, source)
@@ -135,14 +135,6 @@ def settings_given(settings: RequestZeROSettings, given: Collection[str], user: 
     return config
 
 
-def _overflow_sections(overflow: OverflowSettings) -> Config:
-    check = overflow.check_grad_overflow
-    return {
-        "fp16": overflow.loss_scale_options(),
-        "bf16": {} if check is None else {"check_grad_overflow": check},
-    }
-
-
 def _overlay(base: Config, top: Config) -> Config:
     """A copy of ``base`` in which the values of ``top`` win."""
     result = copy.deepcopy(base)
@@ -168,15 +160,9 @@ def effective_settings(config: Config, settings: RequestZeROSettings) -> Request
         grad_accum_dtype=config.get("data_types", {}).get("grad_accum_dtype"),
         normalization=settings.normalization,
         incomplete_window=settings.incomplete_window,
-        overflow=_effective_overflow(config, settings.overflow),
+        log_metrics=settings.log_metrics,
+        overflow=OverflowSettings(**{**overflow_of(config, None), **settings.overflow.given()}),
     )
-
-
-def _effective_overflow(config: Config, overflow: OverflowSettings) -> OverflowSettings:
-    sections = _overlay(_overflow_sections(overflow), {key: config[key] for key in ("fp16", "bf16") if key in config})
-    known = OverflowSettings.__dataclass_fields__
-    values = {key: value for name in ("fp16", "bf16") for key, value in sections[name].items() if key in known}
-    return OverflowSettings(**overflow.own_options() | values)
 
 
 def with_precision(config: Config, overflow: OverflowSettings, precision: str) -> Config:
@@ -193,7 +179,8 @@ def with_precision(config: Config, overflow: OverflowSettings, precision: str) -
                 f"{name}.enabled is {enabled!r} in config, but the Trainer has precision={precision!r}: "
                 "leave it out of config, where the Trainer's precision is put in."
             )
-    result = _overlay(config, overflow_to_config(overflow, dtype))
+    merged = merged_overflow(overflow, config, dtype)
+    result = _overlay(config, overflow_to_config(merged, dtype))
     return result if dtype == "fp32" else _overlay(result, {dtype: {"enabled": True}})
 
 

@@ -19,6 +19,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult, _Autom
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
@@ -167,7 +168,23 @@ class WindowEpochLoop(_TrainingEpochLoop):
 
 
 class WindowLoggerConnector(_LoggerConnector):
-    """Logs once per window in manual optimization too, where Lightning's version logs for every batch."""
+    """Logs once per window in manual optimization too, where Lightning's version logs for every batch.
+
+    With what the module logs go the strategy's metrics of the update; nothing of theirs is read before.
+    """
+
+    @property
+    @override
+    def metrics(self) -> _METRICS:
+        """In training steps also the strategy's, except for names that the module or a callback logs itself."""
+        metrics = super().metrics
+        if self.trainer.training and self._first_loop_iter is not None:
+            assert self.trainer._results is not None
+            taken = {result.meta.name for result in self.trainer._results.values()}
+            own = {name: v for name, v in _strategy(self.trainer).logged_metrics.items() if name not in taken}
+            metrics["log"].update(own)
+            metrics["callback"].update(own)
+        return metrics
 
     @override
     def update_train_step_metrics(self) -> None:

@@ -25,6 +25,7 @@ OWN_OPTIONS = (
     "overflow",
     "config",
     "incomplete_window",
+    "log_metrics",
 )
 
 DEFAULTS: dict[str, Any] = {

@@ -41,6 +41,7 @@ from requestzero.lightning.options import (
     options_to_config,
 )
 from requestzero.lightning.precision import RequestZeROPrecision
+from requestzero.logged_metrics import logged_metrics
 from requestzero.micro_batch import MicroBatch
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 from requestzero.versions import require_supported_deepspeed
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 
 # Where a checkpoint keeps the random states of the ranks.
 _RANDOM_STATES = "requestzero_random_states"
+
+# Of the engine, and kept when it goes.
+_COUNTERS = ("attempted_updates", "applied_updates", "skipped_updates", "consecutive_skips", "dropped_requests")
 
 
 class RequestZeRO(DeepSpeedStrategy, NotesArguments):
@@ -97,6 +101,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
             Merged with the arguments; only an argument that is not given gives way to it. (Where all arguments are
             given, as LightningCLI does, one that has its default's value counts as not given.)
         incomplete_window: What happens to an epoch's last, shorter window (automatic optimization).
+        log_metrics: Whether the Trainer's loggers get :attr:`logged_metrics` with every update that they log.
         **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something under ZeRO 1 and 2. Its
             loss-scale options are another way to write those of ``overflow``.
 
@@ -122,6 +127,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         config: Mapping[str, Any] | str | Path | None = None,
         *,
         incomplete_window: str = "step",
+        log_metrics: bool = True,
         **deepspeed_options: Any,
     ) -> None:
         require_supported_deepspeed()
@@ -134,6 +140,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
             "normalization": normalization,
             "overflow": overflow,
             "incomplete_window": incomplete_window,
+            "log_metrics": log_metrics,
         }
         init, args, kwargs = self._call
         del self._call
@@ -148,7 +155,8 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         self._update_applied: bool | None = None
         self._discarded = False  # by us, since the current batch was taken
         self._told_division = False
-        self._counts = (0, 0)
+        self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._logged: dict[str, torch.Tensor] = {}
         self._random_state: rng.RandomState | None = None
         self._gate: CheckpointGate | None = None
         self._added_by_setup: frozenset[str] = frozenset()
@@ -209,15 +217,41 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         """
         return self.marks.window_end
 
+    def _count(self, name: str) -> int:
+        return self._counts[name] if self.engine is None else int(getattr(self.engine, name))
+
+    @property
+    def attempted_updates(self) -> int:
+        """Update windows that were stepped, over the whole training, resumed parts included."""
+        return self._count("attempted_updates")
+
     @property
     def applied_updates(self) -> int:
-        """Updates that changed the weights, over the whole training, resumed parts included."""
-        return self._counts[0] if self.engine is None else self.engine.applied_updates
+        """Updates that changed the weights, over the whole training."""
+        return self._count("applied_updates")
 
     @property
     def skipped_updates(self) -> int:
         """Updates that were skipped for gradients that are not finite, over the whole training."""
-        return self._counts[1] if self.engine is None else self.engine.skipped_steps
+        return self._count("skipped_updates")
+
+    @property
+    def consecutive_skips(self) -> int:
+        """Updates that were skipped since the last one that was applied."""
+        return self._count("consecutive_skips")
+
+    @property
+    def dropped_requests(self) -> int:
+        """Requests that were left out of their updates (``on_overflow="drop_request"``), over the whole training."""
+        return self._count("dropped_requests")
+
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """What the loggers get of the last update: scalars, see :func:`requestzero.logged_metrics.logged_metrics`.
+
+        Empty before the first update, and with ``log_metrics=False``.
+        """
+        return self._logged
 
     @property
     def update_applied(self) -> bool:
@@ -228,8 +262,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
     def grad_norm(self) -> float | None:
         """2-norm of the last update's divided gradient over all ranks, before clipping; ``None`` before one.
 
-        Log it with ``self.log("grad_norm", self.trainer.strategy.grad_norm)`` in ``on_train_batch_end`` where
-        :attr:`update_applied` is true.
+        Infinite if it was skipped. The loggers get it by themselves, see ``log_metrics``.
         """
         norm = None if self.engine is None else self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
@@ -305,6 +338,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         if trainer.state.fn == TrainerFn.FITTING:
             checks.check_training_step(trainer.lightning_module)
             self.marks, self._update_applied, self._discarded = WindowMarks(), None, False
+            self._logged = {}
             take_over_loops(trainer)
             self._apply_layer_sync()
             self._gate = CheckpointGate(trainer.checkpoint_callbacks, lambda: self.window_open)
@@ -508,8 +542,11 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         if not self._automatic and divisor > 1:
             self._tell_division(divisor)
         engine.set_gradient_accumulation_boundary(True)
+        attempted = engine.attempted_updates
         engine.step(divisor=max(divisor, 1), **kwargs)
         self._update_applied = engine.was_step_applied()
+        if self.settings.log_metrics and engine.attempted_updates > attempted:
+            self._logged = {name: torch.as_tensor(value) for name, value in logged_metrics(engine).items()}
 
     def _tell_division(self, divisor: int) -> None:
         if not self._told_division:
@@ -618,5 +655,5 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
             self._gate.remove()
             self._gate = None
         # A later test or predict takes the engine away.
-        self._counts = (self.applied_updates, self.skipped_updates)
+        self._counts = {name: self._count(name) for name in _COUNTERS}
         super().teardown()
