@@ -256,6 +256,28 @@ def test_muon(two_ranks: RankGroup, stage: int, offload: bool, accum: str) -> No
         assert all(map(torch.equal, a, b))
 
 
+def few_elements(setup: Setup) -> None:
+    """Two groups of two and three elements on four ranks: some own nothing but padding."""
+    from test_small_partitions import Few
+
+    engine = build(setup, model=Few([2, 3]))
+    start = masters(engine)
+    for value in (1.0, math.nan, 2.0, math.inf):
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(value))
+    assert (engine.update_window.micro_batches, engine.dropped_requests) == (2, 2)
+    engine.step(divisor=2.0)
+    for before, after in zip(start, masters(engine), strict=True):
+        assert torch.equal((before - after) / LR, torch.full_like(after, 1.5))
+    engine.destroy()
+
+
+@every_place
+@pytest.mark.parametrize("accum", ["bf16", "fp32"])
+def test_ranks_that_own_nothing(four_ranks: RankGroup, stage: int, offload: bool, accum: str) -> None:
+    four_ranks.run(few_elements, dropping(stage, offload, "bf16", accum, groups=2), timeout=60)
+
+
 # --- costs ----------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from ranks import RankGroup
 from windows import LR, Fp16OnCpu, Micro, Setup, backward, build, masters, reference
 
 import requestzero
+from requestzero.optimizer.skips import name_requests
 
 ALL = (True,) * 5
 FIRST_FOUR = (True, True, True, True, False)
@@ -37,6 +38,13 @@ CASES = [
     for ((model, accum), (stage, offload)), *rest in zip(
         product(SUMS, PLACES), cycle(POISONS), cycle(["sgd", "adamw", "adamw"]), strict=False
     )
+]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"zero": {"overlap_comm": True}},
+    {"zero": {"reduce_bucket_size": 8}},
+    {"checkpointing": "reentrant"},
+    {"zero": {"contiguous_gradients": False}, "groups": 3},
 ]
 every_case = pytest.mark.parametrize(("stage", "offload", "model", "accum", "bad", "optimizer"), CASES)
 
@@ -127,12 +135,21 @@ def test_a_skip_is_told_once_on_rank_0(
     assert silent == ("", [], [])
 
 
-@every_case
+@pytest.mark.parametrize(
+    ("stage", "offload", "model", "accum", "bad", "option"),
+    [(*case[:5], option) for case, option in zip(CASES, cycle(OPTIONS), strict=False)],
+)
 def test_raise_names_request_parameter_and_rank(
-    two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str, bad: tuple[Any, ...], optimizer: str
+    two_ranks: RankGroup,
+    stage: int,
+    offload: bool,
+    model: str,
+    accum: str,
+    bad: tuple[Any, ...],
+    option: dict[str, Any],
 ) -> None:
     config = config_of(model, on_overflow="raise")
-    setup = Setup(stage, offload, model, accum, optimizer=optimizer, config=config)
+    setup = Setup(stage, offload, model, accum, config=config, **option)
     (error, told, by_deepspeed), other = two_ranks.run(update_that_is_not_applied, setup, bad)
     position, _, rank, layer, _ = bad
     origin = (
@@ -192,6 +209,25 @@ def test_a_sum_that_overflows_is_told_as_such(two_ranks: RankGroup, stage: int) 
             "reduction over ranks, the accumulation over the window, or the cast to the dtype of the host gradient; "
             "with request 'value 60000' (request 4 of 4), in weight (owned by rank 0), in weight (owned by rank 1)."
         ) in error
+
+
+def test_the_origin_in_words() -> None:
+    """The earliest request on any rank, and every rank where it was not finite; long lists are cut."""
+    from requestzero.optimizer.overflow_origin import LocalOrigin, describe_origin
+
+    names = tuple(f"layers.{i}.weight" for i in range(10))
+    fine = LocalOrigin(("a", None), None, (), None, ())
+    first, second = LocalOrigin(("a", None), 0, names, 0, names), LocalOrigin(("a", None), 1, names[:1], 1, names[:1])
+    assert describe_origin([second, fine]) == (
+        "It arose in the gradients of request 2 of 2, on rank 0 in layers.0.weight."
+    )
+    assert describe_origin([second, first, first]) == (
+        "It arose in the gradients of request 'a' (request 1 of 2), "
+        f"on rank 1 in {', '.join(names[:8])}, 2 more; on rank 2 in {', '.join(names[:8])}, 2 more."
+    )
+    edited = describe_origin([fine, LocalOrigin(("a", None), None, (), None, names[:1])], edited=True)
+    assert edited.endswith("or in a gradient that was set by the caller, in layers.0.weight (owned by rank 1).")
+    assert name_requests(tuple(range(10))) == "requests 0, 1, 2, 3, 4, 5, 6, 7, 2 more"
 
 
 def reads_of_a_window(setup: Setup, poison: float | None = None) -> tuple[list[int], int, bool, bool]:

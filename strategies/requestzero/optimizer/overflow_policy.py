@@ -60,10 +60,10 @@ def describe_overflow(skip: SkippedUpdate, origin: str) -> str:
 def describe_skips_in_a_row(record: SkipRecord, allowed: int) -> str:
     """The message of ``max_consecutive_skips``."""
     skips = list(record.recent)[-record.consecutive :]
-    earlier = f"(the last {len(skips)}) " if len(skips) < record.consecutive else ""
+    earlier = f" (the last {len(skips)})" if len(skips) < record.consecutive else ""
     return (
         f"{record.consecutive} updates in a row were skipped for gradients that are not finite, and "
-        f"overflow.max_consecutive_skips is {allowed}. Skipped {earlier}: "
+        f"overflow.max_consecutive_skips is {allowed}. Skipped{earlier}: "
         f"{'; '.join(skip.describe() for skip in skips)}. {describe_scales(record)} Look at these requests and at the "
         "learning rate, or allow more."
     )
