@@ -154,7 +154,7 @@ class RequestZeROEngine(DeepSpeedEngine):
             return
         window.judged = window.requests
         if self.options.overflow.on_overflow == "raise":
-            self.optimizer.note_sums()
+            self.optimizer.note_request_end()
         elif self.options.overflow.on_overflow == "drop_request":
             dropped = self.optimizer.judge_request()
             if dropped is not None:

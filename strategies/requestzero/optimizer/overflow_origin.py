@@ -1,8 +1,7 @@
 """Where a gradient that is not finite came from: recorded with ``on_overflow="raise"`` only, read only when needed.
 
-The largest magnitude of every local gradient is kept on the device as it goes into its reduction (one pass over the
-gradient, about four small operators per parameter and reduction, four bytes per parameter and request; no host read),
-and the norm of every group's sum at every request end. When a step finds that the window is not finite, the ranks
+The largest magnitude of every local gradient is kept on the device as it goes into its reduction (one operator and one
+reading pass per gradient, four bytes of it; no host read), and the norm of every group's sum at every request end. When a step finds that the window is not finite, the ranks
 exchange what they have recorded and build the same message.
 """
 
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 from typing_extensions import override
 
@@ -58,22 +56,17 @@ class OverflowOrigin(WindowedOptimizer):
         """Also look at the gradient before it meets those of other ranks."""
         gradient = self.get_gradient_for_reduction(param) if self.records_origin else None
         if gradient is not None and gradient.numel():
-            peaks = self._peaks_of_request(self.window.requests)
-            slot = peaks[self.get_param_id(param)]
-            peak = torch.linalg.vector_norm(gradient, float("inf"), dtype=torch.float32)
-            torch.maximum(slot, peak, out=slot)  # NaN goes through, in both
+            peak = torch.linalg.vector_norm(gradient, float("inf"), dtype=torch.float32)  # NaN goes through
+            self.window.open_peaks.append((self.get_param_id(param), peak))
         super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
 
-    def _peaks_of_request(self, request: int) -> torch.Tensor:
-        """Per parameter, the largest magnitude of this rank's gradients in the request."""
-        if request not in self.window.local_peaks:
-            device = get_accelerator().current_device_name()
-            self.window.local_peaks[request] = torch.zeros(len(self.param_dict), device=device)
-        return self.window.local_peaks[request]
-
-    def note_sums(self) -> None:
-        """At a request end, keep this rank's squared norm of every group (on the device)."""
-        self.window.sum_squares.append(torch.stack([self._local_square(i) for i in self.group_indices]))
+    def note_request_end(self) -> None:
+        """Close the list of the request's local gradients; keep this rank's squared norm of every group's sum."""
+        window = self.window
+        param_ids, peaks = [each[0] for each in window.open_peaks], [each[1] for each in window.open_peaks]
+        window.local_peaks.append((param_ids, torch.stack(peaks) if peaks else torch.zeros(0)))
+        window.open_peaks.clear()
+        window.sum_squares.append(torch.stack([self._local_square(i) for i in self.group_indices]))
 
     @override
     def _update_scale(self, has_overflow: bool = False) -> None:
@@ -104,10 +97,12 @@ class OverflowOrigin(WindowedOptimizer):
     def _local_origin(self) -> LocalOrigin:
         window = self.window
         request, parameters = None, ()
-        for number, peaks in sorted(window.local_peaks.items()):
-            bad = (~peaks.isfinite()).nonzero().flatten().tolist()
+        for number, (param_ids, peaks) in enumerate(window.local_peaks):
+            finite = peaks.isfinite().tolist()
+            bad = {param_id for param_id, each in zip(param_ids, finite, strict=True) if not each}
             if bad:
-                request, parameters = number, tuple(self.param_names[self.param_dict[param_id]] for param_id in bad)
+                request = number
+                parameters = tuple(self.param_names[self.param_dict[param_id]] for param_id in sorted(bad))
                 break
         return LocalOrigin(
             request_ids=tuple(window.request_ids),

@@ -58,8 +58,10 @@ class UpdateWindow:
     """Requests whose end has been seen to, as the overflow policy asks."""
     dropped: list[DroppedRequest] = field(default_factory=list)
     """Requests that were left out, in order; the counts above are without them."""
-    local_peaks: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Request number, from 0 -> per parameter id, the largest magnitude of this rank's gradients before reduction."""
+    open_peaks: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """Parameter id and largest magnitude of every local gradient that the open request has taken into a reduction."""
+    local_peaks: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
+    """The same of every ended request, the magnitudes in one tensor on the device."""
     sum_squares: list[torch.Tensor] = field(default_factory=list)
     """For every ended request, this rank's squared norm of every group's sum at its end, a tensor of that length."""
 
