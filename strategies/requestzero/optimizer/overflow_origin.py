@@ -1,8 +1,8 @@
 """Where a gradient that is not finite came from: recorded with ``on_overflow="raise"`` only, read only when needed.
 
 The largest magnitude of every local gradient is kept on the device as it goes into its reduction (one operator and one
-reading pass per gradient, four bytes of it; no host read), and the norm of every group's sum at every request end. When a step finds that the window is not finite, the ranks
-exchange what they have recorded and build the same message.
+reading pass per gradient, four bytes of it; no host read), and the norm of every group's sum at every request end. When
+a step finds that the window is not finite, the ranks exchange what they have recorded and build the same message.
 """
 
 from __future__ import annotations
