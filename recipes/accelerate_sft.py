@@ -96,6 +96,7 @@ def train(cfg: Any, output_dir: Path) -> Any:
     engine = accelerator.deepspeed_engine_wrapped.engine
     started, tokens_before, held = time.perf_counter(), totals.tokens, 0
     steps = cfg.trainer.max_steps
+    plan = loader.state_dict()["loader"]["statistics"]
     bar = tqdm(total=steps, initial=totals.updates, desc="updates", mininterval=1.0)
     while totals.updates < steps:
         for inputs in loader:  # one micro-batch; gradients are summed until a window of requests is complete
@@ -121,8 +122,9 @@ def train(cfg: Any, output_dir: Path) -> Any:
                 accelerator.log({**metrics, **counts}, step=totals.updates)  # adds grad_norm and overflow/...
             if totals.updates % (cfg.trainer.checkpoint_every_n_steps or steps) == 0 or totals.updates == steps:
                 accelerator.save_state(str(output_dir / "checkpoints" / f"update-{totals.updates}"))
+            # Of what has been trained on, and not of what is fetched ahead.
+            plan = loader.state_dict()["loader"]["statistics"]
             if totals.updates == steps:
-                plan = loader.state_dict()["loader"]["statistics"]  # of what has been trained on, not fetched ahead
                 break
     bar.close()
     speed = (totals.tokens - tokens_before) / (time.perf_counter() - started)

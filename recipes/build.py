@@ -54,7 +54,6 @@ def build_loader(cfg: Any, data: RequestData, tokenizer: TextTokenizer) -> Plann
         ids=data.ids,
         tokens_per_micro_batch=cfg.data.tokens_per_micro_batch,
         max_sequences=cfg.data.micro_batch_size,
-        layout=cfg.data.layout,
         requests_per_update=requests_per_update(cfg.data),
         tokens_per_update=cfg.data.tokens_per_update,
         naive_sequences=sequences_that_always_fit(cfg.data),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,11 @@ Inputs = dict[str, Any]
 class SequenceCollate:
     """Collates the recipes' own sequences. (A class, so that worker processes can be sent it.)"""
 
-    collate: Callable[[Sequence[Any]], Inputs]
+    collate: PaddedCollate | PackedCollate
+
+    @property
+    def layout(self) -> str:
+        return self.collate.layout
 
     def __call__(self, sequences: list[TokenSequence]) -> Inputs:
         return self.collate([vars(sequence) for sequence in sequences])

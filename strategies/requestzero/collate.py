@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from requestzero.labels import IGNORED_LABEL
 
@@ -24,6 +24,7 @@ class PaddedCollate:
 
     pad_id: int = 0
     """Token in the place of padding, which is neither attended to nor trained on."""
+    layout: ClassVar[str] = "padded"
 
     def __call__(self, texts: Sequence[Text]) -> dict[str, Tensor]:
         import torch
@@ -50,6 +51,8 @@ class PackedCollate:
     cumulative lengths (flash attention); a model that ignores them attends across texts:
     :func:`~requestzero.packing.check_texts_stay_apart` finds out.
     """
+
+    layout: ClassVar[str] = "packed"
 
     def __call__(self, texts: Sequence[Text]) -> dict[str, Any]:
         import torch

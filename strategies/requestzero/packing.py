@@ -14,7 +14,7 @@ from requestzero.collate import PackedCollate
 def check_texts_stay_apart(model: Any, device: torch.device | str = "cpu", tolerance: float = 1e-2) -> None:
     """Run the model on two packed texts, twice with another first one: the second one's logits may not change.
 
-    Four forward passes of a few tokens, in evaluation mode; the random state is left alone. The logits of a text
+    Three forward passes of a few tokens, in evaluation mode; the random state is left alone. The logits of a text
     that is alone must be the same too, which a model that goes on counting positions fails.
 
     Args:

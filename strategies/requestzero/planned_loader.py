@@ -73,7 +73,8 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
         tokens_per_micro_batch: tokens that a micro-batch may make the model compute: with ``layout="padded"`` its
             rows times the longest, with ``"packed"`` their sum.
         max_sequences: texts per rank and micro-batch at most, too.
-        layout: what ``collate`` makes: ``"padded"`` or ``"packed"``.
+        layout: what ``collate`` makes: ``"padded"`` or ``"packed"``. By default what ``collate.layout`` says; padded
+            where it says nothing, which never makes a packed micro-batch too large.
         cost: what ranks are balanced by: the cost of a text of so many tokens, above 0 and rising; by default its
             tokens.
         lengths: tokens of each text of request ``i``: ``lengths(i)`` or ``lengths[i]``. By default the texts are
@@ -116,7 +117,7 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
         *,
         tokens_per_micro_batch: int,
         max_sequences: int | None = None,
-        layout: str = "padded",
+        layout: str | None = None,
         cost: Callable[[int], float] | None = None,
         lengths: PerRequest | None = None,
         trainable: PerRequest | None = None,
@@ -145,7 +146,7 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
         self.planner = Planner(
             size=len(requests),
             lengths=self._lengths_of_texts if lengths is None else _function(lengths),
-            budget=Budget(tokens_per_micro_batch, max_sequences, layout, cost),
+            budget=Budget(tokens_per_micro_batch, max_sequences, _layout_of(collate, layout), cost),
             windows=WindowRule(requests_per_update, tokens_per_update),
             trainable=None if trainable is None else _function(trainable),
             name=self.ids.__getitem__,
@@ -274,6 +275,16 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
 
 def _function(given: PerRequest) -> Callable[[int], Sequence[int]]:
     return given if callable(given) else given.__getitem__
+
+
+def _layout_of(collate: Any, given: str | None) -> str:
+    made = getattr(collate, "layout", None)
+    if made is not None and given is not None and made != given:
+        raise ValueError(
+            f"PlannedLoader(layout={given!r}) is not allowed with {type(collate).__name__}, whose layout is {made!r}: "
+            "leave layout out, or give the other collate."
+        )
+    return made or given or "padded"
 
 
 def _check_options(options: dict[str, Any]) -> None:

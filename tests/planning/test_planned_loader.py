@@ -169,6 +169,10 @@ def test_later_requests_with_a_known_id_are_skipped_and_counted() -> None:
         ({"on_duplicate_id": "rename"}, "on_duplicate_id='rename' is not allowed: use one of error, skip"),
         ({"tokens_per_micro_batch": 0}, "tokens_per_micro_batch=0 is not allowed"),
         ({"naive_sequences": 0}, "naive_sequences=0 is not allowed"),
+        (
+            {"collate": PackedCollate(), "layout": "padded"},
+            r"layout='padded'\) is not allowed with PackedCollate, whose",
+        ),
         ({"rank": 1}, r"PlannedLoader\(rank=1, world_size=None\) is not allowed: give both"),
         ({"batch_size": 3}, r"PlannedLoader\(batch_size=\.\.\.\) is not allowed: the loader itself decides that"),
     ],

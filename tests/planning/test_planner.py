@@ -16,7 +16,7 @@ LENGTHS = [[3, 4], [5], [1, 1, 1], [8], [2, 2], [7, 1]]
 
 
 def make_planner(lengths: list[list[int]] = LENGTHS, **options: Any) -> Planner:
-    options = {"budget": Budget(8), "shuffle": False, **options}
+    options = {"budget": Budget(8, layout="padded"), "shuffle": False, **options}
     return Planner(len(lengths), lengths.__getitem__, **options)
 
 

@@ -179,7 +179,7 @@ def test_naive_splitting_is_in_order_and_padded() -> None:
     lengths = [5, 1, 2, 7, 3]
     assert list(naive_micro_batches(lengths, 2, 1)) == [(0, [5]), (1, [1]), (0, [2]), (1, [7]), (0, [3])]
     assert list(naive_micro_batches(lengths, 2, 2)) == [(0, [5, 2]), (1, [1, 7]), (0, [3])]
-    budget = Budget(100)
+    budget = Budget(100, layout="padded")
     cost = naive_cost(plan([lengths], budget, 2), budget, 2, sequences=2)
     assert cost == Cost(computed=10 + 14 + 3, micro_batches=4, fillers=1, busiest=14.0, mean=13.5)
     assert cost.padding(sum(lengths)) == pytest.approx(1 - 18 / 27)

@@ -14,10 +14,13 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from requestzero.recipes import build
 from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
 from requestzero.recipes.config_check import config_problems, zero_settings
 from requestzero.recipes.config_schema import OverflowConfig, ZeroConfig, register_schema
+from requestzero.recipes.errors import UsageError
 from requestzero.recipes.lightning_run import make_trainer
+from requestzero.recipes.model import load_hugging_face
 from requestzero.recipes.override_check import command_problems, without_hydra
 from requestzero.recipes.update_metrics import UpdateMetrics
 from requestzero.settings import OverflowSettings, RequestZeROSettings
@@ -118,6 +121,24 @@ def test_the_schema_is_derived_from_the_settings(config: type, settings: type) -
     given = {item.name: item.default for item in dataclasses.fields(config)}
     owned = {item.name: item.default for item in dataclasses.fields(settings) if item.name != "overflow"}
     assert given == owned
+
+
+def test_a_model_that_cannot_pack_is_told(hugging_face_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_with_cache(path: str) -> Any:
+        model = load_hugging_face(path)
+        model.config.use_cache = True
+        return model
+
+    register_schema()
+    overrides = ["model=hugging_face", f"model.path='{hugging_face_model}'", "data.layout=packed"]
+    with initialize_config_module("requestzero.configs", version_base="1.3"):
+        cfg = compose("lightning_sft", overrides=overrides)
+    assert build_model(cfg).training
+    monkeypatch.setattr(build, "load_hugging_face", load_with_cache)
+    with pytest.raises(
+        UsageError, match=r"data\.layout='packed' is not allowed with this model: Llama.* attends across"
+    ):
+        build_model(cfg)
 
 
 def test_hydras_own_part_is_taken_off() -> None:

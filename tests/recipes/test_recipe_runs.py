@@ -112,10 +112,18 @@ def test_a_resumed_run_continues_exactly(tmp_path: Path) -> None:
     overrides = [*TINY, *ONE_RANK, "data=jsonl", f"data.path={data}", "data.requests_per_update=2"]
     whole = run(tmp_path, *overrides, "trainer.max_steps=8", "trainer.checkpoint_every_n_steps=5", "hydra.run.dir=a")
     resume = "trainer.resume_from=a/checkpoints/update-5.ckpt"
-    resumed = run(tmp_path, *overrides, "trainer.max_steps=8", resume, "hydra.run.dir=b")
+    resumed = run(tmp_path, *overrides, "trainer.max_steps=8", resume, "data.num_workers=2", "hydra.run.dir=b")
     for name in ("loss", "grad_norm", "lr", "requests", "micro_batches", "tokens"):
         assert logged(tmp_path / "b", name) == logged(tmp_path / "a", name)[5:], name
-    for row in ("loss, first", "loss, last", "updates applied", "requests", "micro-batches per rank"):
+    for row in (
+        "loss, first",
+        "loss, last",
+        "updates applied",
+        "requests",
+        "micro-batches per rank",
+        "tokens",
+        "imbalance",
+    ):
         assert table(resumed)[row] == table(whole)[row], row
     assert table(whole)["requests"] == "14", "two epochs, each with a window of a single request at its end"
 

@@ -27,7 +27,7 @@ class Budget:
     """Tokens that the model computes at most: ``padded``, rows times the longest; ``packed``, the sum."""
     sequences: int | None = None
     """Sequences at most; ``None``: as many as the tokens allow."""
-    layout: str = "padded"
+    layout: str = "packed"
     """``"padded"`` or ``"packed"``."""
     cost: Callable[[int], float] | None = None
     """What ranks are balanced by: the cost of a row of so many tokens, above 0 and rising. ``None``: its tokens.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -19,15 +19,28 @@ _TARGETS = 4
 
 @dataclass(slots=True)
 class _Move:
-    """One sequence for another rank, or (``row`` is ``None``) two micro-batches that change ranks."""
+    """What two micro-batches of one request hold afterwards."""
 
     source: Bin
     target: Bin
-    row: int | None
-    less: float
-    """What the busy rank carries less."""
-    more: float
-    """What the other one carries more: not the same where padding comes or goes."""
+    source_rows: list[int]
+    target_rows: list[int]
+    source_load: float
+    target_load: float
+
+    @property
+    def less(self) -> float:
+        """What the busy rank carries less."""
+        return self.source.load - self.source_load
+
+    @property
+    def more(self) -> float:
+        """What the other one carries more: not the same where padding comes or goes."""
+        return self.target_load - self.target.load
+
+    def apply(self) -> None:
+        self.source.rows, self.source.load = self.source_rows, self.source_load
+        self.target.rows, self.target.load = self.target_rows, self.target_load
 
 
 Shares = list[dict[int, list[Bin]]]
@@ -70,7 +83,7 @@ def _move_until(
         busiest, rank = loads[-1]
         if busiest * len(loads) <= goal * total:
             return
-        for load, other in loads[:_TARGETS]:
+        for load, other in loads[:-1][:_TARGETS]:
             gap = busiest - load
             moves = chain(_swaps(rank, other, gap, shares), _moves(rank, other, gap, limits, requests, shares, budget))
             best = min(moves, key=lambda move: max(gap - move.less, move.more), default=None)
@@ -78,22 +91,23 @@ def _move_until(
                 break
         else:
             return
-        _apply(best)
+        less, more = best.less, best.more
+        best.apply()
         loads.remove((busiest, rank))
         loads.remove((load, other))
-        insort(loads, (busiest - best.less, rank))
-        insort(loads, (load + best.more, other))
-        total += best.more - best.less
+        insort(loads, (busiest - less, rank))
+        insort(loads, (load + more, other))
+        total += more - less
 
 
 def _swaps(rank: int, other: int, gap: float, shares: Shares) -> Iterator[_Move]:
-    """Micro-batches of the same request that change places: for nobody there is more to compute or to wait for."""
+    """Whole micro-batches that change places: for nobody there is more to compute or to wait for."""
     for share in shares:
         if rank in share and other in share:
             target = min(share[other], key=lambda item: item.load)
             for source in share[rank]:
                 if 0 < source.load - target.load < gap:
-                    yield _Move(source, target, None, source.load - target.load, source.load - target.load)
+                    yield _Move(source, target, target.rows, source.rows, target.load, source.load)
 
 
 def _moves(
@@ -105,40 +119,52 @@ def _moves(
     shares: Shares,
     budget: Budget,
 ) -> Iterator[_Move]:
-    """Moves after which both ranks carry less than ``rank`` does now, ``gap`` more than ``other``."""
+    """Sequences that go to ``other``, alone or for a shorter one in return, so that both carry less than ``rank`` does.
+
+    ``gap`` is what ``rank`` carries more than ``other``.
+    """
     for request, share, limit in zip(requests, shares, limits, strict=True):
-        sources = [item for item in share.get(rank, ()) if len(item.rows) > 1]
-        if not sources or other not in share:
+        if rank not in share or other not in share:
             continue
-        source = max(sources, key=lambda item: item.load)
+        source = max(share[rank], key=lambda item: (len(item.rows) > 1, item.load))
         target = min(share[other], key=lambda item: item.load)
-        for row in _candidates(request, source, gap, budget):
-            less = source.load - budget.load(request.lengths_of([item for item in source.rows if item != row]))
-            grown = request.lengths_of([*target.rows, row])
-            load = budget.load(grown)
-            if less > 0 and load - target.load < gap and load <= limit and budget.allows(grown):
-                yield _Move(source, target, row, less, load - target.load)
+        for row, back in _candidates(request, source, target, gap, budget):
+            move = _exchange(request, source, target, row, back, budget)
+            fits = move.target_load <= limit and budget.allows(request.lengths_of(move.target_rows))
+            if fits and move.less > 0 and move.more < gap:
+                yield move
 
 
-def _candidates(request: RequestBins, source: Bin, gap: float, budget: Budget) -> set[int]:
-    """A few rows worth trying: the longest, the shortest, and those nearest to half the gap."""
-    rows = source.rows
-    low, high = 0, len(rows) - 1
-    while low < high:  # the first row that costs no more than half of the gap
-        middle = (low + high) // 2
-        if budget.row_cost(request.lengths[rows[middle]]) <= gap / 2:
-            high = middle
-        else:
-            low = middle + 1
-    return {rows[0], rows[-1], rows[low], rows[max(low - 1, 0)]}
+def _candidates(
+    request: RequestBins, source: Bin, target: Bin, gap: float, budget: Budget
+) -> Iterator[tuple[int, int | None]]:
+    """A few rows worth trying, and what to give in return: what moves half of the gap, and the extremes."""
+    costs = [budget.row_cost(length) for length in request.lengths_of(source.rows)]
+    if len(costs) > 1:
+        near = _first_at_most(costs, gap / 2)
+        for place in {0, len(costs) - 1, near, max(near - 1, 0)}:
+            yield source.rows[place], None
+    returned = [budget.row_cost(length) for length in request.lengths_of(target.rows)]
+    for place in {0, len(costs) // 2}:
+        near = _first_at_most(returned, costs[place] - gap / 2)
+        for back in {near, max(near - 1, 0)}:
+            yield source.rows[place], target.rows[back]
 
 
-def _apply(move: _Move) -> None:
-    if move.row is None:
-        move.source.rows, move.target.rows = move.target.rows, move.source.rows
-        move.source.load, move.target.load = move.target.load, move.source.load
-        return
-    move.source.rows.remove(move.row)
-    insort(move.target.rows, move.row)
-    move.source.load -= move.less
-    move.target.load += move.more
+def _first_at_most(descending: list[float], limit: float) -> int:
+    """The first place whose value does not exceed ``limit``; the last one where there is none."""
+    return min(bisect_left(descending, -limit, key=lambda value: -value), len(descending) - 1)
+
+
+def _exchange(request: RequestBins, source: Bin, target: Bin, row: int, back: int | None, budget: Budget) -> _Move:
+    given, taken = {row}, set() if back is None else {back}
+    source_rows = sorted({*source.rows, *taken} - given)
+    target_rows = sorted({*target.rows, *given} - taken)
+    return _Move(
+        source,
+        target,
+        source_rows,
+        target_rows,
+        budget.load(request.lengths_of(source_rows)),
+        budget.load(request.lengths_of(target_rows)),
+    )
