@@ -176,8 +176,8 @@ def test_overflow_options_against_the_deepspeed_file(tmp_path: Path) -> None:
     with patch_environment(**{**LAUNCHED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}):
         cfg = composed("overflow=drop_request", "overflow.check_grad_overflow=true")
         assert list(launch_problems(cfg)) == [
-            "overflow.on_overflow='drop_request' is not allowed: accelerate launch says 'raise' (its config file or flags, "
-            "or the DeepSpeed file that it names). Leave the override out, or launch with another config file."
+            "overflow.on_overflow='drop_request' is not allowed: accelerate launch says 'raise' (its config file or "
+            "flags, or the DeepSpeed file that it names). Leave the override out, or launch with another config file."
         ]
         (problem,) = launch_problems(composed("overflow=stop_after_skips"))
         assert problem.startswith("overflow.max_consecutive_skips=10 and overflow.on_overflow='raise' disagree")
