@@ -84,8 +84,8 @@ def _check_fields(environ: Mapping[str, str]) -> None:
     for name in environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","):
         if name in names:
             raise ValueError(
-                f"{name!r} stands under deepspeed_config in accelerate's config file, which accelerate does not pass on: "
-                "put it into the DeepSpeed file that deepspeed_config_file names, or into RequestZeROPlugin(...)."
+                f"{name!r} stands under deepspeed_config in accelerate's config file, which accelerate does not pass "
+                "on: put it into the DeepSpeed file that deepspeed_config_file names, or into RequestZeROPlugin(...)."
             )
 
 
