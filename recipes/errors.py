@@ -21,6 +21,6 @@ class BadLineError(ValueError):
 
 def end_run(reason: BaseException) -> NoReturn:
     """Say once, on the first rank, why a run has ended that all ranks end alike; exit code 1 on all of them."""
-    if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK")):
+    if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
         print("The run was ended:", reason, sep="\n  ", file=sys.stderr, flush=True)
     sys.exit(1)
