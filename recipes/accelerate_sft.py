@@ -14,8 +14,9 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from requestzero.errors import GradientOverflowError
 from requestzero.recipes.config_check import config_problems
-from requestzero.recipes.errors import UsageError
+from requestzero.recipes.errors import UsageError, end_run
 from requestzero.recipes.launched import launch_problems, register_launched
 from requestzero.recipes.override_check import command_problems
 
@@ -46,6 +47,8 @@ def _start(cfg: DictConfig) -> None:
         summary = run(cfg, Path(HydraConfig.get().runtime.output_dir))
     except UsageError as error:
         refuse(error.problems)
+    except GradientOverflowError as error:
+        end_run(error)
     if summary is not None:
         print_report(make_console(), summary)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import NoReturn
+
 
 class UsageError(ValueError):
     """One or more problems of the command, its configuration or its data; the message has one a line."""
@@ -13,3 +17,10 @@ class UsageError(ValueError):
 
 class BadLineError(ValueError):
     """A line of a data file is not a usable request; the message says why."""
+
+
+def end_run(reason: BaseException) -> NoReturn:
+    """Say once, on the first rank, why a run has ended that all ranks end alike; exit code 1 on all of them."""
+    if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
+        print("The run was ended:", reason, sep="\n  ", file=sys.stderr, flush=True)
+    sys.exit(1)

@@ -13,6 +13,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from requestzero.overflow_config import overflow_of
+from requestzero.overflow_rules import contradictions
 from requestzero.settings import PRECISIONS
 
 RESOLVER = "launched"
@@ -56,9 +58,25 @@ def launch_problems(cfg: Any) -> Iterator[str]:
             f"zero.incomplete_window={cfg.zero.incomplete_window!r} is not allowed: the loop of this recipe steps at "
             "an epoch's end."
         )
+    yield from _overflow_problems(cfg)
     mode = said.get("mode")
     if mode is not None and PRECISIONS.get(cfg.precision.mode) not in (None, PRECISIONS[mode]):
         yield _problem("precision.mode", cfg.precision.mode, mode)
+
+
+def _overflow_problems(cfg: Any) -> Iterator[str]:
+    """Overflow options of the DeepSpeed file that the configuration contradicts."""
+    from requestzero.accelerate.launch import PRECISION_PLACE, launched_sources
+    from requestzero.accelerate.sources import merge_sources
+
+    precision = PRECISIONS.get(cfg.precision.mode)
+    sources = [source for source in launched_sources(os.environ) if not source.place.startswith(PRECISION_PLACE)]
+    said = overflow_of(merge_sources(sources), precision)
+    given = {key: value for key, value in cfg.overflow.items() if value is not None}
+    for key, value in given.items():
+        if said.get(key, value) != value:
+            yield _problem(f"overflow.{key}", value, said[key])
+    yield from set(contradictions({**said, **given}, precision)) - set(contradictions(given, precision))
 
 
 def _problem(key: str, value: Any, launched_value: Any) -> str:

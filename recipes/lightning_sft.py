@@ -13,9 +13,10 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from requestzero.errors import GradientOverflowError
 from requestzero.recipes.config_check import config_problems
 from requestzero.recipes.devices import choose_devices
-from requestzero.recipes.errors import UsageError
+from requestzero.recipes.errors import UsageError, end_run
 from requestzero.recipes.override_check import command_problems
 
 CONFIG_NAME = "lightning_sft"
@@ -42,6 +43,8 @@ def _start(cfg: DictConfig) -> None:
         summary = run(cfg, Path(HydraConfig.get().runtime.output_dir), console)
     except UsageError as error:
         _refuse(error.problems)
+    except GradientOverflowError as error:
+        end_run(error)
     if summary is not None:
         print_report(console, summary)
 

@@ -62,6 +62,23 @@ def lightning(precision: str, **arguments: Any) -> Any:
     return trainer.strategy.engine
 
 
+def hydra(options: dict[str, Any], precision: str) -> Any:
+    """What the Lightning recipe builds of its command, without its data and model."""
+    from hydra import compose, initialize_config_module
+
+    from requestzero.recipes.config_check import config_problems, zero_settings
+    from requestzero.recipes.config_schema import register_schema
+
+    register_schema()
+    with initialize_config_module("requestzero.configs", version_base="1.3"):
+        overrides = [f"overflow.{name}={value}" for name, value in options.items()]
+        cfg = compose("lightning_sft", overrides=[f"precision={precision}", "zero=stage2", *overrides])
+    problems = [problem for problem in config_problems(cfg) if problem.startswith("overflow.")]
+    if problems:
+        raise ValueError("\n".join(problems))
+    return lightning(precision, **vars(zero_settings(cfg)))
+
+
 def accelerate(precision: str, environment: dict[str, str] | None = None, **arguments: Any) -> Any:
     with loops.fresh(**environment or {}):
         accelerator = Accelerator(
@@ -119,6 +136,7 @@ DOORS: dict[str, Door] = {
     "Lightning argument": lambda options, precision: lightning(precision, overflow=options),
     "Lightning object": lambda options, precision: lightning(precision, overflow=OverflowSettings(**options)),
     "Lightning config": lambda options, precision: lightning(precision, config=in_deepspeed(options, precision)),
+    "Hydra": hydra,
     "Accelerate argument": lambda options, precision: accelerate(precision, overflow=options),
     "Accelerate options": lambda options, precision: accelerate(precision, options={"overflow": options}),
     "Accelerate config": lambda options, precision: accelerate(

@@ -89,6 +89,11 @@ RELIED_ON = {
         "_AcceleratorConnector._check_and_init_precision",
     ],
     "lightning.pytorch.trainer.call": ["_interrupt"],
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector": [
+        "_LoggerConnector.log_metrics",
+        "_LoggerConnector.on_batch_end",
+    ],
+    "lightning.pytorch.trainer.connectors.logger_connector.result": ["_ResultCollection.metrics"],
     "lightning.pytorch.callbacks": ["ModelCheckpoint.on_train_batch_end"],
     "lightning.pytorch.core.optimizer": ["LightningOptimizer.step"],
     "accelerate": [

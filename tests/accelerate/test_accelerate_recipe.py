@@ -80,6 +80,8 @@ def test_final_weights_are_those_of_the_lightning_recipe(tmp_path: Path, data: l
     rows = [list(csv.DictReader((folder / "csv/metrics.csv").open())) for folder in (ours, lightning)]
     assert [float(row["loss"]) for row in rows[0]] == pytest.approx([float(row["loss"]) for row in rows[1]], rel=1e-5)
     assert [row["requests"] for row in rows[0]] == ["2", "4", "5", "7"]
+    for name in ("grad_norm", "overflow/skipped_updates", "overflow/loss_scale", "overflow/dropped_requests"):
+        assert [float(row[name]) for row in rows[0]] == pytest.approx([float(row[name]) for row in rows[1]], rel=1e-5)
     assert list((ours / "tensorboard").glob("events*"))
     assert "requestzero: end of run" in output
     assert output.count("updates applied") == 1
@@ -166,6 +168,19 @@ def test_overrides_that_contradict_the_launch(tmp_path: Path) -> None:
     ):
         assert f"{key}={given} is not allowed: accelerate launch says {said}" in text
     assert len(caught.value.problems) == 4
+
+
+def test_overflow_options_against_the_deepspeed_file(tmp_path: Path) -> None:
+    path = tmp_path / "ds.yaml"
+    path.write_text("overflow: {on_overflow: raise}\nbf16: {check_grad_overflow: true}\n")
+    with patch_environment(**{**LAUNCHED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}):
+        cfg = composed("overflow=drop_request", "overflow.check_grad_overflow=true")
+        assert list(launch_problems(cfg)) == [
+            "overflow.on_overflow='drop_request' is not allowed: accelerate launch says 'raise' (its config file or "
+            "flags, or the DeepSpeed file that it names). Leave the override out, or launch with another config file."
+        ]
+        (problem,) = launch_problems(composed("overflow=stop_after_skips"))
+        assert problem.startswith("overflow.max_consecutive_skips=10 and overflow.on_overflow='raise' disagree")
 
 
 def test_overrides_that_agree_with_the_launch() -> None:

@@ -276,6 +276,10 @@ def test_a_file_that_does_not_exist() -> None:
     [
         ({"zero_stage": "two"}, "ZERO_STAGE='two' is not allowed: accelerate's zero_stage has to be a number"),
         ({"offload_param": "cpu"}, "zero_optimization.offload_param in accelerate's offload_param_device does not"),
+        (
+            {"fields": "deepspeed_config_file,overflow"},
+            "'overflow' stands under deepspeed_config in accelerate's config file, which accelerate does not pass on",
+        ),
         ({"precision": "fp8"}, "mixed_precision='fp8' is not possible with ZeRO 1 and 2 here: use no, bf16 or fp16"),
     ],
 )

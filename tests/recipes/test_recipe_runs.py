@@ -95,9 +95,23 @@ def test_the_demo_in_short(tmp_path: Path) -> None:
     assert len(logged(run_dir)) == 4
     assert float(logged(run_dir, "grad_norm")[0]) > 0
     assert float(logged(run_dir, "requests")[-1]) == 16
+    assert rows["requests dropped"] == "0"
+    for name, value in (("skipped_updates", 0), ("consecutive", 0), ("dropped_requests", 0), ("loss_scale", 1)):
+        assert [float(each) for each in logged(run_dir, f"overflow/{name}")] == [value] * 4
     assert list((run_dir / "tensorboard").glob("events.*"))
     assert output.count("update 4/4  requests 16  loss") == 1, "progress is shown by one rank"
     assert not (tmp_path / "outputs").exists(), "the other rank writes into the first one's directory"
+
+
+def test_a_run_that_is_ended_says_why(tmp_path: Path) -> None:
+    """A learning rate that makes everything after the first update NaN: told once, by one of two ranks."""
+    limits = ["overflow=stop_after_skips", "overflow.max_consecutive_skips=2", "hydra.run.dir=a"]
+    output = run(tmp_path, *TINY, "optimizer.lr=1e30", *limits, "trainer.max_steps=10", code=1)
+    assert output.count("The run was ended:") == 1
+    assert output.count("2 updates in a row were skipped for gradients that are not finite") == 1
+    assert "Traceback" not in output
+    assert "skipped 1  dropped 0" in output
+    assert [float(each) for each in logged(tmp_path / "a", "overflow/skipped_updates")] == [0, 1]
 
 
 def write_requests(path: Path) -> Path:

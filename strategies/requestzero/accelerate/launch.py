@@ -7,11 +7,13 @@ are the same ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from importlib.resources import files
 from typing import Any
 
 from requestzero.accelerate.sources import AUTO, Source, put
 from requestzero.deepspeed_config import Config, load_config
+from requestzero.settings import RequestZeROSettings
 
 NONE = "none"
 PACKAGE_PREFIX = "pkg://"
@@ -57,9 +59,11 @@ def launched_sources(environ: Mapping[str, str]) -> list[Source]:
     """One source for each option of ``accelerate launch`` that was given, and one for the DeepSpeed file it names.
 
     Raises:
-        ValueError: a variable has a value that cannot be read, or the file cannot.
+        ValueError: a variable has a value that cannot be read, or the file cannot; or one of our options stands where
+            Accelerate does not read it.
         FileNotFoundError: the file does not exist.
     """
+    _check_fields(environ)
     sources = []
     for variable, (option, key, read, nothing) in _VARIABLES.items():
         text = environ.get(variable)
@@ -72,6 +76,17 @@ def launched_sources(environ: Mapping[str, str]) -> list[Source]:
     if name != NONE:
         sources.append(Source(f"the DeepSpeed file {name!r}", load_named(name, "accelerate's deepspeed_config_file")))
     return sources
+
+
+def _check_fields(environ: Mapping[str, str]) -> None:
+    """Accelerate tells which keys its file has under ``deepspeed_config``, and passes the values on of its own only."""
+    names = {item.name for item in fields(RequestZeROSettings)}
+    for name in environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","):
+        if name in names:
+            raise ValueError(
+                f"{name!r} stands under deepspeed_config in accelerate's config file, which accelerate does not pass "
+                "on: put it into the DeepSpeed file that deepspeed_config_file names, or into RequestZeROPlugin(...)."
+            )
 
 
 def _single(variable: str, option: str, key: str, text: str, read: Callable[[str], Any]) -> Source:
