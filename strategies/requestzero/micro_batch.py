@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from requestzero.weight import check_weight
+
 
 @dataclass
 class MicroBatch:
@@ -21,15 +23,18 @@ class MicroBatch:
     window_end: bool | None = None
     """Whether the optimizer steps after this micro-batch. ``None``: the training loop counts requests instead
     (``accumulate_grad_batches`` of them make a window). A loader sets it always or never."""
-    weight: float | None = None
-    """Weight of this micro-batch in the window's mean, such as its number of trainable tokens (kept for
-    normalizations that use it; ``"mean"`` and ``"sum"`` do not)."""
+    weight: Any = None
+    """Weight of this micro-batch in the window's mean, such as its number of trainable tokens: a finite number of at
+    least 0, or a tensor that holds one. Needed with ``normalization="token"``, where the loss is a sum over what it
+    counts; ``"mean"`` and ``"sum"`` do not use it."""
     request_id: str | int | None = None
     """Name of the request in messages and logs."""
     micro_batches: int | None = None
     """Announced number of micro-batches of the request on every rank, fillers included. ``None``: not announced."""
 
     def __post_init__(self) -> None:
+        if self.weight is not None:
+            check_weight(self.weight)
         if self.window_end and not self.request_end:
             raise ValueError(
                 f"MicroBatch of request {self.request_id!r} has window_end=True and request_end=False: "

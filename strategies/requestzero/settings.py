@@ -15,7 +15,7 @@ from requestzero.overflow_rules import LOSS_SCALE_KEYS, contradictions
 
 STAGES = (1, 2)
 GRAD_ACCUM_DTYPES = ("fp32", "bf16", "fp16")
-NORMALIZATIONS = ("mean", "sum")
+NORMALIZATIONS = ("mean", "sum", "token")
 INCOMPLETE_WINDOW = ("step", "drop")
 ON_OVERFLOW = ("skip", "raise", "drop_request")  # the first is the default
 OWN_OVERFLOW_KEYS = ("on_overflow", "max_consecutive_skips")
@@ -169,7 +169,9 @@ class RequestZeROSettings:
     DeepSpeed key: ``data_types.grad_accum_dtype``."""
     normalization: str = "mean"
     """What the window's gradient sum is divided by at step time: ``"mean"``, the window's micro-batches per rank;
-    ``"sum"``, nothing. The mean over data-parallel ranks is DeepSpeed's and is taken in both."""
+    ``"sum"``, nothing; the mean over data-parallel ranks is DeepSpeed's and is taken in both. ``"token"``: the sum over
+    all ranks is divided by the weight of all of the window's micro-batches, such as their trained tokens; losses are
+    sums then, and each micro-batch reports its weight."""
     incomplete_window: str = "step"
     """What happens at an epoch's end to a window with fewer requests than ``accumulate_grad_batches``: ``"step"``
     applies it, divided by its own number of micro-batches; ``"drop"`` discards it."""

@@ -28,6 +28,8 @@ class WindowMarks:
         """Whether the current batch is the last of its request."""
         self.window_end = True
         """Whether the optimizer steps after the current batch. True before the first one."""
+        self.weight: Any = None
+        """Weight of the current micro-batch, if the loader gives one: a number, or a tensor that holds one."""
         self.request_id: str | int | None = None
         """Name of the current request, if the loader gives one."""
         self.loader_marks_windows: bool | None = None
@@ -48,6 +50,7 @@ class WindowMarks:
         self._requests = (0 if self.starts_window else self._requests) + micro_batch.request_end
         self.request_end = micro_batch.request_end
         self.request_id = micro_batch.request_id
+        self.weight = micro_batch.weight
         if micro_batch.window_end is None:
             self.window_end = self.request_end and self._requests >= requests_per_window
         else:
@@ -58,6 +61,7 @@ class WindowMarks:
     def skip(self) -> None:
         """Note a batch that Lightning leaves out (the loader gave ``None``): it starts and ends nothing."""
         self.starts_window = self.window_end = False
+        self.weight = None
 
     def end_epoch(self) -> None:
         """The next batch starts a window, whatever came before."""

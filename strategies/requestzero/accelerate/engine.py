@@ -44,7 +44,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
 
     Args:
         engine: the request-safe engine.
-        normalization: ``"mean"`` or ``"sum"``.
+        normalization: ``"mean"``, ``"sum"`` or ``"token"``.
         steps: gives Accelerate's current ``gradient_accumulation_steps``.
         clipping: the norm that the config clips at; ``None`` where it does not say.
     """
@@ -58,6 +58,8 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self.clipping = Clipping(clipping)
         self.request_end: bool | None = None
         """What the next backward's request end was marked as; ``None``: every backward is a request."""
+        self.micro_batch_weight: Any = None
+        """Weight of the next backward, where a loader has given it."""
         self._normalization = normalization
         self._steps = steps
         self._tally = WindowTally(engine.update_window)
@@ -90,24 +92,51 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         try:
             yield
         finally:
-            self.request_end = None
+            self.request_end = self.micro_batch_weight = None
 
     @override
-    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        sync_gradients: bool = True,
+        weight: float | torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Run the engine's backward. Collective at stage 2, and at stage 1 where a request ends.
 
         Args:
             loss: a scalar.
             sync_gradients: Accelerate's idea of a window's end; not needed here.
+            weight: of this micro-batch, for ``normalization="token"``, where its loader gives none; see
+                ``engine.add_weight``.
             **kwargs: for ``engine.backward``; ``scale_wrt_gas=False`` says that the losses of the window were divided
                 already, as DeepSpeed takes it: the step divides no more.
 
         Raises:
-            ValueError: some losses of the window were divided and others not, or they were and requests may be dropped.
+            ValueError: some losses of the window were divided and others not, or they were and requests may be dropped;
+                with ``"token"`` losses were divided, or the micro-batch has no weight or two.
         """
         self._note(divided=not kwargs.pop("scale_wrt_gas", True))
+        if self._normalization == "token":
+            weight = self._take_weight(weight)
         self.engine.set_gradient_accumulation_boundary(self.request_end is not False)
-        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        self.engine.backward(loss, scale_wrt_gas=False, weight=weight, **kwargs)
+
+    def _take_weight(self, given: Any) -> Any:
+        """The weight of the next backward, from the call or the loader; that of a loader's batch holds for one."""
+        loaders, self.micro_batch_weight = self.micro_batch_weight, None
+        if given is not None and loaders is not None:
+            raise ValueError(
+                f"accelerator.backward(weight={given!r}) for a MicroBatch whose loader gives the weight {loaders!r}: "
+                "leave one of them out."
+            )
+        if given is None and loaders is None:
+            raise ValueError(
+                "accelerator.backward(loss) has no weight, by which normalization='token' divides: give "
+                "accelerator.backward(loss, weight=number of trained tokens) with the sum of the losses, or use a "
+                "loader of MicroBatch(inputs, weight=...), one backward for each."
+            )
+        return loaders if given is None else given
 
     def _note(self, divided: bool) -> None:
         tally = self.tally
@@ -118,6 +147,12 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
             )
         if divided and self.engine.options.overflow.on_overflow == "drop_request":
             raise ValueError(f"accelerator.backward(scale_wrt_gas=False): {DROP_AFTER_DIVISION}")
+        if divided and self._normalization == "token":
+            raise ValueError(
+                "accelerator.backward(scale_wrt_gas=False) says that the loss was divided already, as Transformers' "
+                "Trainer does, which takes the mean over tokens itself (num_items_in_batch): normalization='token' "
+                "would divide once more. Leave normalization out."
+            )
         tally.divided = divided
         tally.marked = tally.marked or self.request_end is not None
 
@@ -146,9 +181,10 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self._check_between_requests("optimizer.step()")
         self.engine.end_request()
         self.engine.set_gradient_accumulation_boundary(True)
+        token = self._normalization == "token"
         attempted = self.engine.attempted_updates
         with self.clipping.applied(self.engine):
-            self.engine.step(divisor=self.divisor())
+            self.engine.step(**({"normalization": "token"} if token else {"divisor": self.divisor()}))
         self._unlogged = self._unlogged or self.engine.attempted_updates > attempted
         self._tally = WindowTally(self.engine.update_window)
 
@@ -171,7 +207,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self.clipping.ask(max_norm)
         self._check_between_requests("accelerator.clip_grad_norm_()")
         self.engine.end_request()  # which may drop it
-        return pending_norm(self.engine, self.divisor())
+        return pending_norm(self.engine, None if self._normalization == "token" else self.divisor())
 
     def _check_between_requests(self, call: str) -> None:
         if self.engine.inside_no_sync_ctxt:

@@ -54,7 +54,7 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         retain_gpu_grad_partition_until_step: See :class:`~requestzero.settings.RequestZeROSettings`, as for the
             following ones.
         grad_accum_dtype: dtype of the window's running sum.
-        normalization: What the window's sum is divided by, ``"mean"`` or ``"sum"``.
+        normalization: What the window's sum is divided by: ``"mean"``, ``"sum"`` or ``"token"``.
         overflow: :class:`~requestzero.settings.OverflowSettings` or a mapping of its fields.
         log_metrics: Whether ``accelerator.log`` adds :meth:`metrics`.
         options: A YAML or JSON file, a dict or an OmegaConf object with options by their names in

@@ -36,7 +36,8 @@ class Requests:
             optimizer.step(); scheduler.step(); optimizer.zero_grad()   # act at the window's end
 
     All ranks run the same number of backwards, and end requests and step together. With ``normalization="mean"`` the
-    step divides by the window's micro-batches per rank.
+    step divides by the window's micro-batches per rank; with ``"token"`` by the weights in ``MicroBatch``, or those
+    that ``accelerator.backward(loss, weight=...)`` is given.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -124,6 +125,7 @@ class MicroBatches:
                             stacklevel=2,
                         )
                     wrapper.request_end = marks.request_end or is_last
+                    wrapper.micro_batch_weight = marks.weight
                     gradient_state._set_sync_gradients(marks.window_end or is_last)
                     yield send_to_device(inputs, self.accelerator.device)
             finally:

@@ -45,6 +45,7 @@ from requestzero.logged_metrics import logged_metrics
 from requestzero.micro_batch import MicroBatch
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 from requestzero.versions import require_supported_deepspeed
+from requestzero.weight import check_weight
 
 if TYPE_CHECKING:
     from requestzero.optimizer.engine import RequestZeROEngine
@@ -83,7 +84,8 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
 
     In manual optimization each batch is one request too, whatever its number of backwards; ``opt.step()`` applies the
     window, divided as ``normalization`` says (so do not divide the loss, or use ``"sum"``), and ``opt.zero_grad()``
-    discards it (after a step there is nothing to discard). See also :meth:`end_request` and :attr:`window_end`. A
+    discards it (after a step there is nothing to discard). See also :meth:`end_request`, :meth:`add_weight` and
+    :attr:`window_end`. A
     window that is left open at an epoch's end is discarded with a warning, before the epoch's last validation, as is
     one that is left early (``trainer.should_stop``, ``on_train_batch_start`` returning -1).
 
@@ -95,7 +97,8 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         retain_gpu_grad_partition_until_step: Trade device memory between requests for copies; needs offload, and fp32
             accumulation on a 16-bit model.
         grad_accum_dtype: dtype of the window's running sum.
-        normalization: What the window's sum is divided by.
+        normalization: What the window's sum is divided by. With ``"token"`` the loss is a sum, and the loader's
+            ``MicroBatch(weight=...)`` or :meth:`add_weight` says of how many tokens.
         overflow: :class:`~requestzero.settings.OverflowSettings` or a mapping of its fields.
         config: Further DeepSpeed keys: a mapping (a dict, an OmegaConf object), or the path of a JSON or YAML file.
             Merged with the arguments; only an argument that is not given gives way to it. (Where all arguments are
@@ -155,6 +158,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         self._update_applied: bool | None = None
         self._discarded = False  # by us, since the current batch was taken
         self._told_division = False
+        self._weight: Any = None  # of the current batch, until its backward
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._logged: dict[str, torch.Tensor] = {}
         self._random_state: rng.RandomState | None = None
@@ -254,6 +258,16 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         return self._logged
 
     @property
+    def empty_updates(self) -> int:
+        """Windows that the last ``fit`` has skipped because their total weight was zero (``normalization="token"``)."""
+        return 0 if self.engine is None else self.engine.empty_updates
+
+    @property
+    def batch_weight(self) -> Any:
+        """``weight`` of the current batch's ``MicroBatch``, ``None`` where the loader gives none."""
+        return self.marks.weight
+
+    @property
     def update_applied(self) -> bool:
         """Whether the current batch has ended with an update that changed the weights."""
         return bool(self._update_applied)
@@ -271,6 +285,30 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         """End the open request now: for manual optimization with several requests in a batch. Collective."""
         if self.engine is not None:
             self.engine.end_request()
+
+    def add_weight(self, weight: float | torch.Tensor) -> None:
+        """Report the weight of one backward, for ``normalization="token"``: once for each.
+
+        In automatic optimization for batches without ``MicroBatch(weight=...)``, from ``training_step``. In manual
+        optimization right before or after ``manual_backward``, where :attr:`batch_weight` is what the loader says.
+
+        Args:
+            weight: a finite number of at least 0, or a tensor that holds one, which is not read before the step.
+
+        Raises:
+            ValueError: not such a number, or the batch has a weight already (automatic optimization).
+        """
+        check_weight(weight)
+        if not self._automatic:
+            assert self.engine is not None
+            self.engine.add_weight(weight)
+            return
+        if self._weight is not None:
+            raise ValueError(
+                f"add_weight({weight!r}) for a batch that has the weight {self._weight!r} already, from its MicroBatch "
+                "or another call: give one."
+            )
+        self._weight = weight
 
     # --- construction: Trainer, processes, engine -----------------------------------------------------------
 
@@ -500,10 +538,13 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         self._update_applied = self._discarded = False
         if batch is None:
             self.marks.skip()
+            self._weight = None
             return None
         if isinstance(batch, MicroBatch):
             checks.check_scheduler_frequency(self.lr_scheduler_configs)
-        return self.marks.take(batch, trainer.accumulate_grad_batches)
+        inputs = self.marks.take(batch, trainer.accumulate_grad_batches)
+        self._weight = self.marks.weight
+        return inputs
 
     @contextmanager
     @override
@@ -515,13 +556,32 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Also tell the engine whether this backward is the request's last.
+        """Also tell the engine whether this backward is the request's last, and its weight.
 
-        In manual optimization that is known only when ``training_step`` has returned.
+        In manual optimization the former is known only when ``training_step`` has returned, the latter by
+        :meth:`add_weight`.
+
+        Raises:
+            ValueError: ``normalization="token"``, and the batch has no weight.
         """
         assert self.engine is not None
+        weight = self._take_weight() if self._automatic and self.settings.normalization == "token" else None
         self.engine.set_gradient_accumulation_boundary(self._automatic and self.marks.request_end)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if weight is not None:
+            self.engine.add_weight(weight)
+        return loss
+
+    def _take_weight(self) -> Any:
+        """The current batch's weight, once: a later backward of it would need its own."""
+        weight, self._weight = self._weight, None
+        if weight is None:
+            raise ValueError(
+                f"A batch of request {self.marks.request_id!r} has no weight, by which normalization='token' divides: "
+                "have the loader yield MicroBatch(inputs, weight=number of trained tokens), as RequestLoader does, or "
+                "call self.trainer.strategy.add_weight(...) in training_step, and return the sum of the losses there."
+            )
+        return weight
 
     def apply_window(self, **kwargs: Any) -> None:
         """Step: apply the window's sum, divided as ``normalization`` says. Collective; nothing without gradients.
@@ -538,12 +598,11 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
             )
         window = engine.update_window
         engine.end_request()
-        divisor = window.micro_batches if self.settings.normalization == "mean" else 1
-        if not self._automatic and divisor > 1:
-            self._tell_division(divisor)
+        if not self._automatic and self.settings.normalization == "mean" and window.micro_batches > 1:
+            self._tell_division(window.micro_batches)
         engine.set_gradient_accumulation_boundary(True)
         attempted = engine.attempted_updates
-        engine.step(divisor=max(divisor, 1), **kwargs)
+        engine.step(normalization=self.settings.normalization, **kwargs)
         self._update_applied = engine.was_step_applied()
         if self.settings.log_metrics and engine.attempted_updates > attempted:
             self._logged = {name: torch.as_tensor(value) for name, value in logged_metrics(engine).items()}

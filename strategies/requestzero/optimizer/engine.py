@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,14 +12,17 @@ from typing import Any
 import torch
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.zero.utils import get_norm_dtype
 from typing_extensions import override
 
 from requestzero.engine_options import EngineOptions
+from requestzero.normalization import check_normalization
 from requestzero.optimizer import overflow_policy as policy
 from requestzero.optimizer.skips import SkippedUpdate, SkipRecord
 from requestzero.optimizer.swap import replaced
 from requestzero.optimizer.window import UpdateWindow
 from requestzero.optimizer.zero_optimizer import RequestZeROOptimizer
+from requestzero.weight import check_weight
 
 _SKIPS_IN_CHECKPOINT = "requestzero_skips"
 
@@ -58,6 +62,11 @@ class RequestZeROEngine(DeepSpeedEngine):
     def skipped_updates(self) -> int:
         """Updates that were not applied because their gradient was not finite (DeepSpeed's ``skipped_steps``)."""
         return int(self.skipped_steps)
+
+    @property
+    def empty_updates(self) -> int:
+        """Windows that were left out because their total weight was zero; ``attempted_updates`` does not count them."""
+        return self._skips.empty
 
     @property
     def consecutive_skips(self) -> int:
@@ -169,24 +178,72 @@ class RequestZeROEngine(DeepSpeedEngine):
         self._unmanaged_backward_count = 0
 
     @override
-    def step(self, lr_kwargs: dict[str, Any] | None = None, *, divisor: float = 1.0) -> None:
-        """Apply the window's gradient sum, divided by ``divisor``, at a boundary (collective).
+    def backward(
+        self, loss: torch.Tensor, *args: Any, weight: float | torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """As DeepSpeed's, and report the micro-batch's weight, for ``step(normalization="token")``.
+
+        Args:
+            loss: a scalar; with ``"token"`` the sum over what ``weight`` counts, and not its mean.
+            weight: see :meth:`add_weight`, which is for those who call ``loss.backward()``.
+            *args: as ``kwargs``, for DeepSpeed's ``backward``.
+
+        Raises:
+            ValueError: see :meth:`add_weight`.
+        """
+        if weight is not None:
+            self.add_weight(weight)  # before the backward, at whose end its request may be judged and dropped
+        return super().backward(loss, *args, **kwargs)
+
+    def add_weight(self, weight: float | torch.Tensor) -> None:
+        """Report the weight of one micro-batch, right before its backward (this rank only).
+
+        Args:
+            weight: a finite number of at least 0, such as the number of trainable tokens, or a tensor that holds one.
+                A tensor is not read before the step, so it may come from the device without anybody waiting for it.
+
+        Raises:
+            ValueError: not such a number. A tensor's value is judged in ``step``.
+        """
+        check_weight(weight)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.detach().reshape(()).to(self.device, get_norm_dtype(), non_blocking=True)
+        self.update_window.add_weight(weight)
+
+    @override
+    def step(
+        self,
+        lr_kwargs: dict[str, Any] | None = None,
+        *,
+        divisor: float | None = None,
+        normalization: str | None = None,
+    ) -> None:
+        """Apply the window's gradient sum, divided, at a boundary (collective).
 
         A request that is still open ends here. ``get_global_grad_norm()`` and gradient clipping refer to the divided
-        gradient. Without a backward since the last step nothing is applied and no counter moves.
+        gradient. Without a backward since the last step nothing is applied and no counter moves. Nor does any but
+        :attr:`empty_updates` where the window's total weight is zero; its gradients are discarded then.
 
         Args:
             lr_kwargs: passed to the learning rate scheduler, as in DeepSpeed.
-            divisor: a positive finite number, the same on all ranks, such as ``engine.update_window.micro_batches``.
+            divisor: a positive finite number, the same on all ranks; DeepSpeed takes the mean over ranks. 1 unless
+                given.
+            normalization: ``"mean"`` divides by the window's micro-batches per rank, and ``"sum"`` by nothing, after
+                DeepSpeed's mean over ranks; ``"token"`` divides the sum over ranks by the weight of all micro-batches
+                of all ranks, which ``backward`` was given or :meth:`add_weight` reported.
 
         Raises:
-            ValueError: the divisor is not a positive finite number.
+            ValueError: a divisor or normalization that is not allowed, both of them, or a normalization although
+                DeepSpeed divides by its ``gradient_accumulation_steps``.
             RuntimeError: on all ranks, if they give different divisors (seen where ``step`` reads the norm: not with
                 ``compute_grad_norm: false``, nor with the overflow check and clipping off); or a divisor is given while
-                a request is open that may yet be dropped.
+                a request is open that may yet be dropped. With ``"token"`` if a micro-batch has no weight or more than
+                one, or a weight is negative, infinite or NaN.
             GradientOverflowError: on all ranks, if the gradient is not finite and ``overflow`` says that the run ends.
         """
-        self._check_divisor(divisor)
+        check_normalization(normalization, divisor, self.gradient_accumulation_steps())
+        if divisor is not None:
+            self._check_divisor(divisor)
         at_boundary = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         if at_boundary and not self.inside_no_sync_ctxt:
             if not self.update_window.is_open:
@@ -195,7 +252,9 @@ class RequestZeROEngine(DeepSpeedEngine):
                 return
             self.end_request()
             window, scale = self.update_window, self.current_loss_scale()
-            window.divisor = float(divisor)
+            if not self._choose_divisor(divisor, normalization):
+                self._skip_empty_window()
+                return
             super().step(lr_kwargs)
             self._see_to_overflow(window, scale)
         else:
@@ -246,6 +305,29 @@ class RequestZeROEngine(DeepSpeedEngine):
             policy.raise_on_all_ranks(policy.describe_scale_at_minimum(record))
         if limit is not None and record.consecutive >= limit:
             policy.raise_on_all_ranks(policy.describe_skips_in_a_row(record, limit))
+
+    def _choose_divisor(self, divisor: float | None, normalization: str | None) -> bool:
+        """Settle what the open window is divided by; false if that is zero. Collective with ``"token"``."""
+        window = self.update_window
+        if normalization == "token" and window.has_sum:
+            return self.optimizer.weigh_window()
+        window.by_weight = False
+        window.divisor = float(window.micro_batches if normalization == "mean" else divisor or 1.0)
+        return True
+
+    def _skip_empty_window(self) -> None:
+        """Discard a window of zero total weight. All ranks are here, since they have read the same total."""
+        if self._skips.empty == 0 and self.global_rank == 0:
+            warnings.warn(
+                f"An update window of {self.update_window.micro_batches} micro-batches per rank has a total weight of "
+                "zero over all ranks: there is nothing to divide by, so it is skipped. Further ones are only counted, "
+                "in engine.empty_updates.",
+                stacklevel=3,
+            )
+        self._skips.empty += 1
+        self.zero_grad()
+        self._step_applied = False
+        self._global_grad_norm = self.optimizer._global_grad_norm = torch.zeros((), device=self.device)
 
     @override
     def _backward_prologue(self) -> None:

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from typing_extensions import override
 
-from requestzero.optimizer.windowed import WindowedOptimizer
+from requestzero.optimizer.divisor import DIVISOR_ENTRIES, WindowDivisor
 
 # Elements whose norm is taken at a time: bounds the widened copy to 32 MiB in fp64.
 _NORM_CHUNK = 2**22
@@ -41,7 +41,7 @@ def cause_of_overflow(squares: Iterable[float]) -> str | None:
     return None if math.isfinite(total) else "NaN" if math.isnan(total) else "inf"
 
 
-class WindowNorm(WindowedOptimizer):
+class WindowNorm(WindowDivisor):
     """Written for DeepSpeed 0.19.8, which reads one norm per tensor and divides with the next update's loss scale."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -96,11 +96,12 @@ class WindowNorm(WindowedOptimizer):
 
     @override
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Whether any rank's gradient is not finite (collective, one host read)."""
+        """Whether any rank's gradient is not finite (collective, one host read, unless the weights came with it)."""
         if not self.compute_grad_norm:
             self.overflow_cause = None
             return bool(super().has_overflow(partition_gradients))
-        self._group_norms = self._read_group_norms()
+        if self._group_norms is None:
+            self._group_norms = self._read_group_norms()
         return not all(map(math.isfinite, self._group_norms))
 
     @override
@@ -143,24 +144,20 @@ class WindowNorm(WindowedOptimizer):
 
         Raises:
             AssertionError: on all ranks, if an unused parameter is not allowed and there is one.
-            RuntimeError: on all ranks, if they want to divide by different numbers.
+            RuntimeError: on all ranks, if their divisors or weights make no divisor.
         """
-        *squares, unused, divisors, squared_divisors, ranks = self._reduce_sums().tolist()
+        groups = len(self.group_indices)
+        sums = self._reduce_sums().tolist()
+        unused = sums[groups]
         if unused:
             raise AssertionError(
                 f"{int(unused)} parameter shards received no gradient in this update window (on this rank: "
                 f"{', '.join(self._unused_parameters()) or 'none'}), and zero_optimization.ignore_unused_parameters is "
                 "false: set it to true, or let every parameter take part."
             )
-        rounding = 1e-12 if get_norm_dtype() == torch.double else 1e-5
-        if ranks * squared_divisors - divisors**2 > rounding * divisors**2:
-            raise RuntimeError(
-                f"The ranks divide the update window by different numbers (this rank by {self.window.divisor:g}, on "
-                f"average by {divisors / ranks:g}): have all of them run the same micro-batches, and give step() the "
-                "same divisor."
-            )
-        self.overflow_cause = cause_of_overflow(squares)
-        return [math.sqrt(square) for square in squares]
+        self.take_divisor(sums[groups + 1 :])
+        self.overflow_cause = cause_of_overflow(sums[:groups])
+        return [math.sqrt(square) for square in sums[:groups]]
 
     def read_squares(self) -> list[float]:
         """Squared norm of every group's sum as it is now, over all ranks (collective, one host read)."""
@@ -169,17 +166,16 @@ class WindowNorm(WindowedOptimizer):
     def _reduce_sums(self) -> torch.Tensor:
         """Summed over ranks, on the device: every group's squared norm, then what all ranks have to agree on.
 
-        That is the number of unused parameter shards where these are not allowed, and the divisor, its square and 1.
+        That is the number of unused parameter shards where these are not allowed, and what makes the divisor.
         """
         groups = len(self.group_indices)
-        sums = torch.zeros(groups + 4, dtype=get_norm_dtype(), device=get_accelerator().current_device_name())
+        size = groups + 1 + DIVISOR_ENTRIES
+        sums = torch.zeros(size, dtype=get_norm_dtype(), device=get_accelerator().current_device_name())
         for group_idx in self.group_indices:
             sums[group_idx] = self._local_square(group_idx)
         if self.cpu_offload and not self.ignore_unused_parameters:
             sums[groups] = len(self._unused_parameters())
-        sums[groups + 1] = self.window.divisor
-        sums[groups + 2] = self.window.divisor**2
-        sums[groups + 3] = 1
+        self.put_divisor(sums, groups + 1)
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=sums, op=dist.ReduceOp.SUM)
         if self.has_moe_layers:
@@ -187,6 +183,24 @@ class WindowNorm(WindowedOptimizer):
             self._average_expert_grad_norms(norms)
             sums[:groups] = torch.stack(norms).square()
         return sums
+
+    def weigh_window(self) -> bool:
+        """Make the window's total weight its divisor; whether there is any (collective, one host read).
+
+        The sums that the step needs anyway are read along, unless their norms are not final yet (Muon) or not wanted
+        (``compute_grad_norm: false``).
+
+        Raises:
+            AssertionError, RuntimeError: on all ranks, see :meth:`_read_group_norms`.
+        """
+        self.window.by_weight = True
+        self.forget_norms()
+        if self.compute_grad_norm and not any(map(self.is_muon_group, self.group_indices)):
+            self._group_norms = self._read_group_norms()
+        else:
+            self.reduce_divisor()
+        assert self.window.total_weight is not None
+        return self.window.total_weight > 0
 
     def _unused_parameters(self) -> list[str]:
         """Names of owned parameters without a gradient in this window. Counted over all ranks, so that all fail."""

@@ -62,6 +62,8 @@ class SkipRecord:
     """Updates that were skipped since the last one that was applied."""
     dropped_requests: int = 0
     """Requests that were left out of their window's update."""
+    empty: int = 0
+    """Windows that were left out because their total weight was zero."""
     recent: deque[SkippedUpdate] = field(default_factory=lambda: deque(maxlen=SKIPS_KEPT))
     """The last skipped updates."""
     loss_scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=LOSS_SCALES_KEPT))
@@ -82,6 +84,7 @@ class SkipRecord:
         return {
             "consecutive": self.consecutive,
             "dropped_requests": self.dropped_requests,
+            "empty": self.empty,
             "recent": [asdict(skip) for skip in self.recent],
             "loss_scales": list(self.loss_scales),
         }
@@ -89,7 +92,7 @@ class SkipRecord:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SkipRecord:
         """The record that :meth:`state_dict` gave; an empty one for an empty mapping (a checkpoint of DeepSpeed's)."""
-        record = cls(state.get("consecutive", 0), state.get("dropped_requests", 0))
+        record = cls(state.get("consecutive", 0), state.get("dropped_requests", 0), state.get("empty", 0))
         record.recent.extend(SkippedUpdate(**skip) for skip in state.get("recent", ()))
         record.loss_scales.extend((attempted, scale) for attempted, scale in state.get("loss_scales", ()))
         return record

@@ -33,6 +33,16 @@ class UpdateWindow:
     """Names of the window's requests in order, the open one included; ``None`` where the caller gave none."""
     divisor: float = 1.0
     """What the sum is divided by when it is applied; known at step time only."""
+    by_weight: bool = False
+    """Whether the divisor follows from the weights of all ranks' micro-batches; known at step time only."""
+    total_weight: float | None = None
+    """Weight of the window over all ranks, once a step that divides by it has read it."""
+    reported_weights: int = 0
+    """Weights that were reported on this rank: one for each micro-batch, where they are used."""
+    host_weight: float = 0.0
+    """Sum of those that were given as numbers."""
+    device_weight: torch.Tensor | None = None
+    """Sum of those that were given as tensors, a scalar on the device; NaN where one was negative."""
 
     device_sums: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Group -> running sum of every owned parameter, each of the parameter's size (device, no flat fp32 partition)."""
@@ -74,6 +84,15 @@ class UpdateWindow:
     def has_sum(self) -> bool:
         """Whether the window holds any gradient."""
         return self.micro_batches > 0
+
+    def add_weight(self, weight: float | torch.Tensor) -> None:
+        """Report a micro-batch's weight: a number of at least 0, or a scalar on the device, which is not read."""
+        self.reported_weights += 1
+        if not isinstance(weight, torch.Tensor):
+            self.host_weight += weight
+            return
+        checked = torch.where(weight >= 0, weight, torch.nan)
+        self.device_weight = checked if self.device_weight is None else self.device_weight + checked
 
     def save(self) -> dict[str, Any]:
         """All fields, to go back to with :meth:`load`; tensors are not copied."""

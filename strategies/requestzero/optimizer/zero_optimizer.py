@@ -48,6 +48,8 @@ class RequestZeROOptimizer(RequestBackup, OverflowOrigin, HostSum, DeviceSum, Wi
         if not self.window.has_sum:
             self._skip_without_sum()
             return
+        if not self.window.by_weight:
+            self.forget_norms()  # of a step by weight that was given up
         self.freeze_scale(self.window.divisor)
         try:
             if self.cpu_offload:
@@ -69,6 +71,13 @@ class RequestZeROOptimizer(RequestBackup, OverflowOrigin, HostSum, DeviceSum, Wi
         self.overflow_cause = self.window.dropped[-1].cause
         self._global_grad_norm = torch.tensor(float("inf"))
         self.discard_window()
+
+    @override
+    def weigh_window(self) -> bool:
+        """Also bring the norms up to date that are read with the weights."""
+        if self.cpu_offload:
+            self.judge_unjudged()
+        return super().weigh_window()
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
