@@ -78,7 +78,7 @@ def train(cfg: Any, output_dir: Path) -> Any:
         summarize,
     )
     from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
-    from requestzero.recipes.model import next_token_loss
+    from requestzero.recipes.model import micro_batch_loss, next_token_loss
     from requestzero.recipes.window_metrics import LoopTotals, WindowLoss
 
     set_seed(cfg.seed)
@@ -104,9 +104,9 @@ def train(cfg: Any, output_dir: Path) -> Any:
     while totals.updates < steps:
         for inputs in loader:  # one micro-batch; gradients are summed until a window of requests is complete
             window = engine.update_window
-            loss, tokens = next_token_loss(model, inputs)
-            accelerator.backward(loss)
-            losses.add(loss, tokens)
+            total, tokens = next_token_loss(model, inputs)
+            accelerator.backward(micro_batch_loss(total, tokens, cfg.zero.normalization))
+            losses.add(total, tokens)
             held = max(held, 0 if window.request_open else engine.grad_partition_bytes())
             if accelerator.sync_gradients and cfg.trainer.gradient_clip_val is not None:
                 accelerator.clip_grad_norm_(model.parameters(), cfg.trainer.gradient_clip_val)

@@ -9,21 +9,29 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from requestzero.recipes.config_schema import OptimizerConfig
-from requestzero.recipes.model import next_token_loss
+from requestzero.recipes.model import micro_batch_loss, next_token_loss
 
 
 class LanguageModeling(LightningModule):
-    """Next-token prediction. It knows nothing of requests: each micro-batch has a mean loss, as usual."""
+    """Next-token prediction. It knows nothing of requests, only what their micro-batches' losses are divided by.
 
-    def __init__(self, model: nn.Module, optimizer: OptimizerConfig) -> None:
+    Args:
+        model: called as Hugging Face's causal LMs are.
+        optimizer: the section ``optimizer``.
+        normalization: of the update window, see :mod:`requestzero.settings`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerConfig, normalization: str) -> None:
         super().__init__()
         self.model = model
         self.optimizer_config = optimizer
+        self.normalization = normalization
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """``loss`` in nats per trained token, and the number of trained ``tokens``."""
-        loss, tokens = next_token_loss(self.model, batch)
-        return {"loss": loss, "tokens": tokens}
+        """``loss`` for the backward, and the sum of the losses (nats) of its trained ``tokens``, and their number."""
+        total, tokens = next_token_loss(self.model, batch)
+        loss = micro_batch_loss(total, tokens, self.normalization)
+        return {"loss": loss, "loss_sum": total.detach(), "tokens": tokens}
 
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.model, self.optimizer_config)

@@ -36,7 +36,7 @@ def train(cfg: Any, output_dir: Path, console: Console) -> RunSummary | None:
     seed_everything(cfg.seed, verbose=False)
     tokenizer = build_tokenizer(cfg.model)
     data = build_data(cfg, tokenizer, choose_devices(cfg.trainer).world_size)
-    module = LanguageModeling(build_model(cfg), cfg.optimizer)
+    module = LanguageModeling(build_model(cfg), cfg.optimizer, cfg.zero.normalization)
     loader = build_loader(cfg, data, tokenizer)
     metrics = UpdateMetrics()
     trainer = make_trainer(cfg, output_dir, console, metrics)

@@ -100,7 +100,7 @@ def load_hugging_face(path: str) -> Any:
 
 
 def next_token_loss(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy (nats per trained token) of a micro-batch, and its number of trained tokens.
+    """Cross entropy of a micro-batch, summed over its trained tokens (nats), and their number.
 
     Exactly zero where nothing is trained on, as in a filler, with gradients of zero for every parameter.
     """
@@ -110,4 +110,9 @@ def next_token_loss(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tens
         logits[:, :-1].float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
     tokens = (labels != IGNORED_LABEL).sum()
-    return total / tokens.clamp(min=1), tokens
+    return total, tokens
+
+
+def micro_batch_loss(total: Tensor, tokens: Tensor, normalization: str) -> Tensor:
+    """What to call ``backward`` with: ``"mean"`` is the mean of the micro-batches' means, all else wants the sum."""
+    return total / tokens.clamp(min=1) if normalization == "mean" else total

@@ -72,8 +72,8 @@ class UpdateMetrics(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         strategy = running_strategy(trainer)
-        loss, tokens = outputs["loss"].detach(), outputs["tokens"]
-        self._loss_and_tokens = [self._loss_and_tokens[0] + loss * tokens, self._loss_and_tokens[1] + tokens]
+        loss_sum, tokens = outputs["loss_sum"], outputs["tokens"]
+        self._loss_and_tokens = [self._loss_and_tokens[0] + loss_sum, self._loss_and_tokens[1] + tokens]
         if not strategy.window_open:
             self._on_update(strategy, pl_module)
         elif not strategy.engine.update_window.request_open:

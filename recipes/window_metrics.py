@@ -48,9 +48,9 @@ class WindowLoss:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 
-    def add(self, loss: Tensor, tokens: Tensor) -> None:
-        """``loss`` is the mean over ``tokens`` tokens."""
-        self._sums += torch.stack([loss.detach() * tokens, tokens]).double()
+    def add(self, loss_sum: Tensor, tokens: Tensor) -> None:
+        """``loss_sum`` is the sum over ``tokens`` tokens."""
+        self._sums += torch.stack([loss_sum.detach(), tokens]).double()
 
     def take(self) -> Tensor:
         """``[sum of losses, tokens]``, and start anew."""

@@ -41,6 +41,12 @@ class Run:
     """Manual optimization: a name of one of the ``manual_...`` methods of the model."""
     schedule: bool = True
     validate: bool = False
+    weighted: bool = False
+    """Whether the loader gives each micro-batch the weight ``batch_weight``."""
+    adds_weight: int = 0
+    """How often ``training_step`` reports the weight itself."""
+    empty_batches: tuple[int, ...] = ()
+    """Batch indices whose weight is zero on both ranks."""
     nan_batches: tuple[int, ...] = ()
     """Batch indices (over all epochs) at which rank 0 gets a NaN."""
     callbacks: list[Any] = dataclasses.field(default_factory=list)
@@ -63,6 +69,11 @@ def batch_value(index: int, rank: int) -> torch.Tensor:
     """The batch number ``index`` of one rank: small multiples of 1/4, different everywhere."""
     generator = torch.Generator().manual_seed(1000 * index + rank)
     return torch.randint(-8, 9, (WIDTH,), generator=generator) / 4
+
+
+def batch_weight(index: int, rank: int, empty: tuple[int, ...] = ()) -> int:
+    """Its weight: now and then none on one of the ranks, and on no rank where it is ``empty``."""
+    return 0 if index in empty else (3 * index + 2 * rank) % 7
 
 
 class Stream:
@@ -91,10 +102,11 @@ class Stream:
         if index in self.run.nan_batches and rank() == 0:
             value[0] = float("nan")
         inputs = {"x": value, "index": index}
+        weight = batch_weight(index, rank(), self.run.empty_batches) if self.run.weighted else None
         if self.run.marks is None:
-            return inputs
+            return MicroBatch(inputs, weight=weight) if self.run.weighted else inputs
         request_end, window_end = self.run.marks[index % self.run.batches]
-        return MicroBatch(inputs, request_end=request_end, window_end=window_end, request_id=f"r{index}")
+        return MicroBatch(inputs, request_end=request_end, window_end=window_end, weight=weight, request_id=f"r{index}")
 
 
 class StatefulStream(Stream):
@@ -136,6 +148,9 @@ class Model(LightningModule):
         assert isinstance(batch, dict)
         self.seen.append(("train", int(batch["index"])))
         loss = self.loss(batch)
+        for _ in range(self.run_spec.adds_weight):
+            weight = batch_weight(int(batch["index"]), rank(), self.run_spec.empty_batches)
+            self.trainer.strategy.add_weight(torch.tensor(weight))
         self.log("loss", loss.detach())
         if self.run_spec.manual is None:
             return loss
@@ -188,6 +203,12 @@ class Model(LightningModule):
     def manual_marked(self, batch: Any, batch_idx: int, loss: torch.Tensor) -> None:
         self.manual_backward(loss)
         if self.trainer.strategy.window_end:
+            self.optimizers().step()
+
+    def manual_weighted(self, batch: Any, batch_idx: int, loss: torch.Tensor) -> None:
+        self.manual_backward(loss)
+        self.trainer.strategy.add_weight(self.trainer.strategy.batch_weight)
+        if batch_idx % 3 == 2:
             self.optimizers().step()
 
     def manual_two_requests(self, batch: Any, batch_idx: int, loss: torch.Tensor) -> None:
@@ -381,6 +402,7 @@ def train(run: Run) -> dict[str, Any]:
         "dropped": getattr(trainer.strategy, "dropped_requests", None),
         "attempted": getattr(trainer.strategy, "attempted_updates", None),
         "consecutive": getattr(trainer.strategy, "consecutive_skips", None),
+        "empty": getattr(trainer.strategy, "empty_updates", None),
         "calls": calls,
         "seen": model.seen,
         "logged": logger.rows,

@@ -128,7 +128,7 @@ def test_equal_values_in_two_places() -> None:
     [
         ({"stage": 3}, r"stage=3 is not allowed: use one of 1, 2"),
         ({"stage": 0}, r"stage=0 is not allowed"),
-        ({"normalization": "token"}, r"normalization='token' is not allowed: use one of 'mean', 'sum'"),
+        ({"normalization": "tokens"}, r"normalization='tokens' is not allowed: use one of 'mean', 'sum', 'token'"),
         (
             {"incomplete_window": "keep"},
             r"incomplete_window='keep' is not allowed: use one of 'step', 'drop'",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def cut(sequences: list[Sequence], ranks: int, seed: int) -> list[Request]:
     shuffled = generator.sample(sequences, len(sequences))
     requests = generator.randint(1, 4)
     edges = [0, *sorted(generator.randint(0, len(shuffled)) for _ in range(requests - 1)), len(shuffled)]
-    groups = [shuffled[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    groups = [shuffled[start:end] for start, end in pairwise(edges)]
     return generator.sample([_deal(group, ranks, generator) for group in [*groups, []]], requests + 1)
 
 

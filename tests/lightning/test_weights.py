@@ -1,0 +1,78 @@
+"""``normalization="token"`` under Lightning: weights from the loader, from ``training_step``, in manual optimization."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from lightning_runs import Run, batch_value, batch_weight, error_of, train
+from ranks import RankGroup
+from test_windows import LR, MARKED, MOMENTUM, START
+
+TOKEN = {"normalization": "token"}
+
+
+def reference(windows: list[list[int]]) -> list[tuple[list[float], float]]:
+    """Weights and gradient norm after every update: losses and weights summed over two ranks, then divided once."""
+    weights, velocity, result = list(START), [0.0] * 8, []
+    for window in windows:
+        batches = [(index, rank) for index in window for rank in (0, 1)]
+        total = sum(batch_weight(*batch) for batch in batches)
+        gradient = [sum(float(batch_value(*batch)[i]) for batch in batches) / total for i in range(8)]
+        velocity = [MOMENTUM * v + g for v, g in zip(velocity, gradient, strict=True)]
+        weights = [w - LR * v for w, v in zip(weights, velocity, strict=True)]
+        result.append((weights, sum(g * g for g in gradient) ** 0.5))
+    return result
+
+
+RUNS = {
+    "requests per update": Run(weighted=True, trainer={"accumulate": 3}),
+    "marked by the loader": Run(weighted=True, marks=MARKED, batches=7, trainer={"max_epochs": 2}),
+    "from training_step": Run(adds_weight=1, trainer={"accumulate": 3}),
+    "manual": Run(weighted=True, manual="weighted"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_windows_are_divided_by_their_weight(two_ranks: RankGroup, name: str) -> None:
+    run = RUNS[name]
+    run.schedule = False
+    run.options = {**TOKEN, "stage": 1 + len(name) % 2}
+    marked = [[0, 1, 2], [3, 4, 5], [6], [7, 8, 9], [10, 11, 12], [13]]
+    windows = marked if run.marks else [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    for got in two_ranks.run(train, run):
+        assert len(got["updates"]) == got["applied"] == len(windows)
+        for row, (weights, norm) in zip(got["updates"], reference(windows), strict=True):
+            assert row["weights"] == pytest.approx(weights, rel=1e-6, abs=1e-6)
+            assert row["norm"] == pytest.approx(norm, rel=1e-6)
+
+
+def test_a_window_without_weight_holds_schedule_and_weights(two_ranks: RankGroup) -> None:
+    run = Run(weighted=True, options=TOKEN, trainer={"accumulate": 3}, empty_batches=(3, 4, 5))
+    for got in two_ranks.run(train, run):
+        first, empty, third, _ = got["updates"]
+        assert (empty["weights"], empty["lr"], empty["applied"]) == (first["weights"], first["lr"], 1)
+        assert third["weights"] != first["weights"]
+        assert (got["global_step"], got["applied"], got["skipped"], got["empty"]) == (4, 3, 0, 1)
+        assert len([text for text in got["warnings"] if "total weight of zero" in text]) == (got["rank"] == 0)
+        assert got["open"] is False
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (Run(options=TOKEN), r"^ValueError: A batch of request None has no weight.*MicroBatch\(inputs, weight="),
+        (
+            Run(options=TOKEN, weighted=True, adds_weight=1),
+            r"add_weight\(tensor\(0\)\) for a batch that has the weight",
+        ),
+        (Run(options=TOKEN, adds_weight=2), "for a batch that has the weight .* already"),
+        (Run(options=TOKEN, manual="every_third"), r"^RuntimeError: .*but 6 over all ranks have none or more than one"),
+    ],
+)
+def test_weights_that_are_missing_or_doubled(two_ranks: RankGroup, run: Run, message: str) -> None:
+    errors: list[Any] = two_ranks.run(error_of, run)
+    assert all(re.search(message, error, flags=re.DOTALL) or "add_weight(tensor(2))" in error for error in errors), (
+        errors
+    )
