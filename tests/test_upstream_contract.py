@@ -24,7 +24,6 @@ PINS = Path(__file__).parent / "upstream_contract.json"
 RELIED_ON = {
     "deepspeed": ["initialize"],
     "deepspeed.runtime.engine": [
-        "DeepSpeedEngine.backward",
         "DeepSpeedEngine._backward_prologue",
         "DeepSpeedEngine._backward_post_hook",
         "DeepSpeedEngine._take_model_step",
@@ -45,6 +44,8 @@ RELIED_ON = {
         "DeepSpeedZeroOptimizer._commit_muon_momentum",
         "DeepSpeedZeroOptimizer.get_grad_position",
         "DeepSpeedZeroOptimizer._average_expert_grad_norms",
+        "DeepSpeedZeroOptimizer.gradient_reduction_w_predivide",
+        "DeepSpeedZeroOptimizer.allreduce_bucket",
         "DeepSpeedZeroOptimizer._release_ipg_buffers",
         "DeepSpeedZeroOptimizer.clear_backward_seen_flag",
         "DeepSpeedZeroOptimizer._set_loss_scale",
@@ -166,6 +167,7 @@ def _our_classes() -> list[type]:
         "requestzero.optimizer.host_sum",
         "requestzero.optimizer.device_sum",
         "requestzero.optimizer.grad_norm",
+        "requestzero.optimizer.divisor",
         "requestzero.optimizer.windowed",
         "requestzero.optimizer.overflow_origin",
         "requestzero.optimizer.request_backup",

@@ -175,6 +175,25 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(two_ranks: RankGroup, tmp_p
         assert expected["applied"] == got["applied"] == 4
 
 
+def divided_twice() -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from requestzero import RequestZeROPlugin
+
+    with fresh():
+        config = {**AUTO, "zero_optimization": {"stage": 2}}
+        args = TrainingArguments(
+            output_dir=tempfile.mkdtemp(), use_cpu=not torch.cuda.is_available(), deepspeed=config, report_to=[]
+        )
+        args.deepspeed_plugin = RequestZeROPlugin(hf_ds_config=args.hf_deepspeed_config, normalization="token")
+        Trainer(model=make_model("llama"), args=args, train_dataset=make_rows()).train()
+
+
+def test_trainer_divides_by_tokens_itself(two_ranks: RankGroup) -> None:
+    message = r"^ValueError: .*Transformers' Trainer does, which takes the mean over tokens itself .*would divide once"
+    assert_fails(two_ranks, message, divided_twice)
+
+
 def searched() -> list[str]:
     """A hyperparameter search builds a stock plugin anew and puts it into the arguments."""
     from accelerate.utils import DeepSpeedPlugin

@@ -1,4 +1,4 @@
-"""``normalization="token"`` under Lightning: weights from the loader, from ``training_step``, in manual optimization."""
+"""``normalization="token"`` under Lightning: weights from the loader or ``training_step``, manual optimization."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_window_without_weight_holds_schedule_and_weights(two_ranks: RankGroup
         (Run(options=TOKEN), r"^ValueError: A batch of request None has no weight.*MicroBatch\(inputs, weight="),
         (
             Run(options=TOKEN, weighted=True, adds_weight=1),
-            r"add_weight\(tensor\(0\)\) for a batch that has the weight",
+            r"add_weight\(tensor\(.\)\) for a batch that has the weight . already",
         ),
         (Run(options=TOKEN, adds_weight=2), "for a batch that has the weight .* already"),
         (Run(options=TOKEN, manual="every_third"), r"^RuntimeError: .*but 6 over all ranks have none or more than one"),
@@ -73,6 +73,4 @@ def test_a_window_without_weight_holds_schedule_and_weights(two_ranks: RankGroup
 )
 def test_weights_that_are_missing_or_doubled(two_ranks: RankGroup, run: Run, message: str) -> None:
     errors: list[Any] = two_ranks.run(error_of, run)
-    assert all(re.search(message, error, flags=re.DOTALL) or "add_weight(tensor(2))" in error for error in errors), (
-        errors
-    )
+    assert all(re.search(message, error, flags=re.DOTALL) for error in errors), errors

@@ -325,7 +325,8 @@ def costs(setup: Setup, by_weight: bool) -> tuple[list[int], int, int]:
     engine, backwards = build_sliced(setup), []
     for end in (False, True, True):
         engine.set_gradient_accumulation_boundary(end)
-        loss, weight = engine(torch.ones(sum(SIZES), device=engine.device)), torch.tensor(3, device=engine.device)
+        ones = torch.ones(sum(SIZES), device=engine.device, dtype=next(engine.module.parameters()).dtype)
+        loss, weight = engine(ones), torch.tensor(3, device=engine.device)
         with Operators() as operators:
             engine.backward(loss, **({"weight": weight} if by_weight else {}))
         backwards.append(operators.host_reads)
@@ -338,13 +339,12 @@ def costs(setup: Setup, by_weight: bool) -> tuple[list[int], int, int]:
 
 @every_place
 def test_a_weight_costs_no_host_read_and_no_collective(two_ranks: RankGroup, stage: int, offload: bool) -> None:
-    setup = Setup(stage=stage, offload=offload)
-    (without, with_weight), _ = zip(
-        *(two_ranks.run(costs, setup, by_weight) for by_weight in (False, True)), strict=True
-    )
-    assert with_weight == without
-    assert without[:2] == ([0, 0, 0], 1)
-    assert without[2] >= 1
+    for model in ("fp32", "bf16"):
+        setup = Setup(stage=stage, offload=offload, model=model)
+        without, with_weight = (two_ranks.run(costs, setup, by_weight)[0] for by_weight in (False, True))
+        assert with_weight == without
+        assert without[:2] == ([0, 0, 0], 1)
+        assert without[2] >= 1
 
 
 def test_unchecked_bf16_reads_the_weight_alone(two_ranks: RankGroup) -> None:
@@ -352,6 +352,59 @@ def test_unchecked_bf16_reads_the_weight_alone(two_ranks: RankGroup) -> None:
     setup = Setup(model="bf16", accum="fp32", config=config)
     assert [reads for _, reads, _ in two_ranks.run(costs, setup, True)] == [1, 1]
     assert [reads for _, reads, _ in two_ranks.run(costs, setup, False)] == [0, 0]
+
+
+def unchecked_overflow(setup: Setup, division: dict[str, Any]) -> tuple[bool, bool]:
+    engine = build_sliced(setup)
+    ones = torch.ones(sum(SIZES), device=engine.device, dtype=next(engine.module.parameters()).dtype)
+    engine.backward(engine(ones * float("nan")), weight=3)
+    engine.step(**division)
+    result = engine.was_step_applied(), bool(flat(engine).isnan().all())
+    engine.destroy()
+    return result
+
+
+@every_place
+def test_unchecked_gradients_are_applied_all_the_same(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    unchecked = {"overflow": {"check_grad_overflow": False}}
+    setups = [Setup(stage, offload, config=unchecked)]
+    setups.append(Setup(stage, offload, "bf16", "fp32", config={"bf16": {"enabled": True, "check_grad_overflow": False}}))
+    for setup in setups:
+        for division in ({"normalization": "token"}, {"divisor": 3.0}):
+            assert two_ranks.run(unchecked_overflow, setup, division) == [(True, True)] * 2
+
+
+def dropped(setup: Setup, how: str) -> None:
+    """``on_overflow="drop_request"``: the dropped request's weight goes with it, its last micro-batch's included."""
+    import deepspeed.comm as dist
+
+    window = draw(7, 24)
+    engine, rounds = build_sliced(setup), cut(window, dist.get_world_size(), 1)
+    run_window(engine, rounds[:1], dist.get_rank(), how == "tensor")
+    for end in (False, True):
+        engine.set_gradient_accumulation_boundary(end)
+        loss = engine(torch.full((sum(SIZES),), float("inf") if end else 1.0, device=engine.device))
+        if how == "torch":
+            engine.add_weight(50)
+            loss.backward()
+        else:
+            engine.backward(loss, weight=torch.tensor(50) if how == "tensor" else 50)
+    assert engine.dropped_requests == 1
+    run_window(engine, rounds[1:], dist.get_rank(), how == "tensor")
+    engine.step(normalization="token")
+    assert torch.equal(flat(engine), reference([window], LR, MOMENTUM)[0])
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(torch.full((sum(SIZES),), float("nan"), device=engine.device)), weight=3)
+    engine.step(normalization="token")  # nothing is left of the window: an overflow, not an empty window
+    assert (engine.skipped_updates, engine.empty_updates, engine.applied_updates) == (1, 0, 1)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("how", ["number", "tensor", "torch"])
+def test_a_dropped_request_takes_its_weight_with_it(two_ranks: RankGroup, how: str) -> None:
+    policy = {"overflow": {"on_overflow": "drop_request", "check_grad_overflow": True}}
+    for stage, offload in PLACES[how == "torch" :: 2]:
+        two_ranks.run(dropped, Setup(stage, offload, config=policy), how)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -458,7 +511,7 @@ def test_wrong_calls_are_errors_at_once(one_rank: RankGroup) -> None:
 
 
 def torch_style(normalization: str) -> torch.Tensor:
-    """``loss.backward()`` with ``add_weight`` before or after it, and a window that was discarded in between."""
+    """``loss.backward()`` with ``add_weight`` before it, and a window that was discarded in between."""
     engine = build_sliced(Setup())
     ones = torch.ones(sum(SIZES), device=engine.device)
     engine.add_weight(7)
@@ -466,11 +519,8 @@ def torch_style(normalization: str) -> torch.Tensor:
     engine.zero_grad()
     for value, weight in ((1.0, 1), (2.0, torch.tensor([3.0]))):
         engine.set_gradient_accumulation_boundary(True)
-        if value == 1.0:
-            engine.add_weight(weight)
+        engine.add_weight(weight)
         engine(ones * value).backward()
-        if value == 2.0:
-            engine.add_weight(weight)
     engine.step(normalization=normalization)
     result = -flat(engine) / LR
     engine.destroy()

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _RANDOM_STATES = "requestzero_random_states"
 
 # Of the engine, and kept when it goes.
-_COUNTERS = ("attempted_updates", "applied_updates", "skipped_updates", "consecutive_skips", "dropped_requests")
+_COUNTERS = ("attempted_updates", "applied_updates", "skipped_updates", "consecutive_skips", "dropped_requests", "empty_updates")
 
 
 class RequestZeRO(DeepSpeedStrategy, NotesArguments):
@@ -250,17 +250,17 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         return self._count("dropped_requests")
 
     @property
+    def empty_updates(self) -> int:
+        """Windows that were left out because their total weight was zero, over the whole training."""
+        return self._count("empty_updates")
+
+    @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
         """What the loggers get of the last update: scalars, see :func:`requestzero.logged_metrics.logged_metrics`.
 
         Empty before the first update, and with ``log_metrics=False``.
         """
         return self._logged
-
-    @property
-    def empty_updates(self) -> int:
-        """Windows that the last ``fit`` has skipped because their total weight was zero (``normalization="token"``)."""
-        return 0 if self.engine is None else self.engine.empty_updates
 
     @property
     def batch_weight(self) -> Any:
@@ -290,7 +290,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         """Report the weight of one backward, for ``normalization="token"``: once for each.
 
         In automatic optimization for batches without ``MicroBatch(weight=...)``, from ``training_step``. In manual
-        optimization right before or after ``manual_backward``, where :attr:`batch_weight` is what the loader says.
+        optimization right before ``manual_backward``, where :attr:`batch_weight` is what the loader says.
 
         Args:
             weight: a finite number of at least 0, or a tensor that holds one, which is not read before the step.
@@ -567,10 +567,9 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         assert self.engine is not None
         weight = self._take_weight() if self._automatic and self.settings.normalization == "token" else None
         self.engine.set_gradient_accumulation_boundary(self._automatic and self.marks.request_end)
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         if weight is not None:
             self.engine.add_weight(weight)
-        return loss
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _take_weight(self) -> Any:
         """The current batch's weight, once: a later backward of it would need its own."""

@@ -112,8 +112,8 @@ class WindowNorm(WindowDivisor):
         not just read it.
         """
         assert norm_type == 2, "only the 2-norm is supported"
-        if self._group_norms is None and not self._needs_norm_on_host():
-            norm = self._reduce_sums()[: len(self.group_indices)].sum().sqrt().float()
+        if not self._needs_norm_on_host():
+            norm = self._unneeded_norm()
             if self.dtype == torch.bfloat16 or self._frozen_scale is None:
                 return norm
             self.unread_norm = norm
@@ -121,6 +121,14 @@ class WindowNorm(WindowDivisor):
         norms = self._read_group_norms() if self._group_norms is None else self._group_norms
         self.forget_norms()
         return math.hypot(*norms)
+
+    def _unneeded_norm(self) -> torch.Tensor:
+        """As a scalar that is not read now; one on the CPU where the weights' reading has brought it."""
+        if self._group_norms is None:
+            return self._reduce_sums()[: len(self.group_indices)].sum().sqrt().float()
+        norm = math.hypot(*self._group_norms)
+        self.forget_norms()
+        return torch.tensor(norm)
 
     def _needs_norm_on_host(self) -> bool:
         """Whether ``step`` decides anything by the norm: unchecked gradients are applied unseen."""
