@@ -206,8 +206,8 @@ class Model(LightningModule):
             self.optimizers().step()
 
     def manual_weighted(self, batch: Any, batch_idx: int, loss: torch.Tensor) -> None:
-        self.manual_backward(loss)
         self.trainer.strategy.add_weight(self.trainer.strategy.batch_weight)
+        self.manual_backward(loss)
         if batch_idx % 3 == 2:
             self.optimizers().step()
 

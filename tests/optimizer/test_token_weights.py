@@ -339,19 +339,20 @@ def costs(setup: Setup, by_weight: bool) -> tuple[list[int], int, int]:
 
 @every_place
 def test_a_weight_costs_no_host_read_and_no_collective(two_ranks: RankGroup, stage: int, offload: bool) -> None:
-    for model in ("fp32", "bf16"):
-        setup = Setup(stage=stage, offload=offload, model=model)
+    for model, config in {"bf16": {}, "fp32": {"gradient_clipping": 1.0}}.items():
+        setup = Setup(stage=stage, offload=offload, model=model, config=config)
         without, with_weight = (two_ranks.run(costs, setup, by_weight)[0] for by_weight in (False, True))
         assert with_weight == without
         assert without[:2] == ([0, 0, 0], 1)
         assert without[2] >= 1
 
 
-def test_unchecked_bf16_reads_the_weight_alone(two_ranks: RankGroup) -> None:
+def test_unchecked_gradients_cost_the_one_read_of_the_weight(two_ranks: RankGroup) -> None:
     config = {"bf16": {"enabled": True, "check_grad_overflow": False}}
-    setup = Setup(model="bf16", accum="fp32", config=config)
-    assert [reads for _, reads, _ in two_ranks.run(costs, setup, True)] == [1, 1]
-    assert [reads for _, reads, _ in two_ranks.run(costs, setup, False)] == [0, 0]
+    for setup in (Setup(model="bf16", accum="fp32", config=config), Setup()):
+        (backwards, reads, collectives), _ = two_ranks.run(costs, setup, True)
+        assert (backwards, reads) == ([0, 0, 0], 1)
+        assert two_ranks.run(costs, setup, False)[0] == ([0, 0, 0], 0, collectives)
 
 
 def unchecked_overflow(setup: Setup, division: dict[str, Any]) -> tuple[bool, bool]:
@@ -368,7 +369,9 @@ def unchecked_overflow(setup: Setup, division: dict[str, Any]) -> tuple[bool, bo
 def test_unchecked_gradients_are_applied_all_the_same(two_ranks: RankGroup, stage: int, offload: bool) -> None:
     unchecked = {"overflow": {"check_grad_overflow": False}}
     setups = [Setup(stage, offload, config=unchecked)]
-    setups.append(Setup(stage, offload, "bf16", "fp32", config={"bf16": {"enabled": True, "check_grad_overflow": False}}))
+    setups.append(
+        Setup(stage, offload, "bf16", "fp32", config={"bf16": {"enabled": True, "check_grad_overflow": False}})
+    )
     for setup in setups:
         for division in ({"normalization": "token"}, {"divisor": 3.0}):
             assert two_ranks.run(unchecked_overflow, setup, division) == [(True, True)] * 2
@@ -458,7 +461,7 @@ def test_weights_that_cannot_be_used_are_an_error_on_all_ranks(
 def different_ways() -> str:
     import deepspeed.comm as dist
 
-    engine = build_sliced(Setup())
+    engine = build_sliced(Setup(config={"gradient_clipping": 1.0}))
     for _ in range(2):
         engine.backward(engine(torch.ones(sum(SIZES), device=engine.device)), weight=50)
     with pytest.raises(RuntimeError) as caught:

@@ -55,7 +55,14 @@ if TYPE_CHECKING:
 _RANDOM_STATES = "requestzero_random_states"
 
 # Of the engine, and kept when it goes.
-_COUNTERS = ("attempted_updates", "applied_updates", "skipped_updates", "consecutive_skips", "dropped_requests", "empty_updates")
+_COUNTERS = (
+    "attempted_updates",
+    "applied_updates",
+    "skipped_updates",
+    "consecutive_skips",
+    "dropped_requests",
+    "empty_updates",
+)
 
 
 class RequestZeRO(DeepSpeedStrategy, NotesArguments):
