@@ -40,10 +40,11 @@ def warnings_of(name: str) -> Iterator[list[str]]:
             told.append(record.getMessage())
 
     logger, listener = logging.getLogger(name), Listener(logging.WARNING)
-    before, logger.level = logger.level, logging.WARNING
+    before = logger.level
+    logger.setLevel(logging.WARNING)
     logger.addHandler(listener)
     try:
         yield told
     finally:
         logger.removeHandler(listener)
-        logger.level = before
+        logger.setLevel(before)

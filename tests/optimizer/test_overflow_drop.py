@@ -176,6 +176,8 @@ def coalesced_and_edited(setup: Setup) -> None:
         assert torch.equal(safe_get_full_grad(layer).double().cpu(), wanted[1])
     engine.step()
     assert engine.dropped_requests == 2
+    norm = math.sqrt(sum(float(total.square().sum()) for total in wanted))
+    assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-6)
     for before, after, total in zip(start, masters(engine), wanted, strict=True):
         assert torch.equal((before - after).double() / LR, total)
     engine.destroy()
