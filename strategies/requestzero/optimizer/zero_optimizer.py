@@ -133,3 +133,14 @@ class RequestZeROOptimizer(RequestBackup, OverflowOrigin, HostSum, DeviceSum, Wi
             super()._link_all_hp_params()
         finally:
             self.bit16_groups = original
+
+    @override
+    def _update_model_bit16_weights(self, group_index: int) -> None:
+        """Only where a parameter is not a view of the flat weights yet; DeepSpeed makes all views anew in every step."""
+        flat = self.bit16_groups_flat[group_index]
+        places = zip(self.round_robin_bit16_meta[group_index], self.round_robin_bit16_offsets[group_index], strict=True)
+        for param, (meta, offset) in zip(self.round_robin_bit16_groups[group_index], places, strict=True):
+            in_place = param.data_ptr() == flat.data_ptr() + offset * flat.element_size()
+            if not (in_place and param.shape == meta.shape and param.is_contiguous()):
+                super()._update_model_bit16_weights(group_index)
+                return
