@@ -88,7 +88,7 @@ class HostSum(BucketSum):
             return
         self.window.used |= param_ids
         groups = {self.grad_position[param_id][0] for param_id in param_ids}
-        self.window.unpublished.update(filter(self._use_compact_grad_partition_buffer, groups))
+        self.window.unpublished |= groups & self._flat_groups
 
     @override
     def add_to_host(self, run: Run) -> None:
