@@ -192,6 +192,7 @@ class BucketSum(WindowedOptimizer):
             self._pack(bucket)
             self.reduce_ipg_grads(comm_dtype)
         if size > 0:
+            self.look_at_gradient(param)
             bucket.grads.append(gradient)
             bucket.params.append((group_idx, param.param_idx_in_group, self.get_param_id(param)))
             bucket.elements += size
