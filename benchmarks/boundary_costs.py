@@ -37,6 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 RANKS = 2
 DTYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")]
 PARTS = ("backward", "step")
+BOTH = "both"
+COUNTED = ("operators", "host reads", "host copies", "host bytes")
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,17 @@ class Result:
 
     def ratios(self, part: str, clock: str) -> list[float]:
         """Stock's time divided by ours, one for every pair of neighbouring windows."""
-        stock, ours = (self.seconds.get((part, whose, clock), []) for whose in ("stock", "ours"))
+        stock, ours = (self.times(part, whose, clock) for whose in ("stock", "ours"))
         return [s / o for s, o in zip(stock, ours, strict=True)]
+
+    def times(self, part: str, whose: str, clock: str) -> list[float]:
+        """Seconds of every window; ``BOTH`` is backward and step together."""
+        if part == BOTH:
+            return [b + s for b, s in zip(*(self.times(each, whose, clock) for each in PARTS), strict=True)]
+        return self.seconds.get((part, whose, clock), [])
+
+    def count(self, part: str, whose: str, name: str) -> int:
+        return sum(self.counts[each, whose][name] for each in (PARTS if part == BOTH else (part,)))
 
 
 class Operators(TorchDispatchMode):
@@ -205,14 +216,22 @@ def measure(case: Case, windows: int, width: int) -> Result:
 
 def table_of(results: list[tuple[Case, list[Result]]]) -> Table:
     table = Table(title="ours / stock; times: stock divided by ours, median (quartiles)")
-    for name in ("configuration", "part", "operators", "host reads", "host copies", "host bytes", "CPU time", "wall time"):
+    for name in (
+        "configuration",
+        "part",
+        "operators",
+        "host reads",
+        "host copies",
+        "host bytes",
+        "CPU time",
+        "wall time",
+    ):
         table.add_column(name, justify="left" if name in ("configuration", "part") else "right", no_wrap=True)
     for case, by_rank in results:
-        for part in PARTS:
-            ours, stock = (by_rank[0].counts[part, whose] for whose in ("ours", "stock"))
-            counts = [f"{ours[n]:,} / {stock[n]:,}" for n in ("operators", "host reads", "host copies", "host bytes")]
+        for part in (*PARTS, BOTH):
+            counts = ["{:,} / {:,}".format(*(by_rank[0].count(part, w, n) for w in ("ours", "stock"))) for n in COUNTED]
             times = [spread([r for rank in by_rank for r in rank.ratios(part, clock)]) for clock in ("cpu", "wall")]
-            table.add_row(str(case) if part == "backward" else "", part, *counts, *times)
+            table.add_row(str(case) if part == PARTS[0] else "", part, *counts, *times)
     return table
 
 

@@ -128,9 +128,7 @@ def inspected(setup: Setup, requestzero: bool) -> tuple[set[str], int]:
 
 @every_place
 @pytest.mark.parametrize("accum", ["bf16", "fp32"])
-def test_nothing_is_judged_where_the_check_is_off(
-    two_ranks: RankGroup, stage: int, offload: bool, accum: str
-) -> None:
+def test_nothing_is_judged_where_the_check_is_off(two_ranks: RankGroup, stage: int, offload: bool, accum: str) -> None:
     """The norm that ``get_global_grad_norm()`` returns is left, which ``compute_grad_norm: false`` switches off."""
     setup = Setup(stage=stage, offload=offload, model="bf16", accum=accum, config=precision("bf16", False))
     names, reads = two_ranks.run(inspected, setup, True)[0]
@@ -138,6 +136,14 @@ def test_nothing_is_judged_where_the_check_is_off(
     assert reads == 0
     names, reads = two_ranks.run(inspected, setup, False)[0]
     assert names & set(INSPECTIONS), "this can fail: DeepSpeed's own optimizer judges"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_nothing_looks_at_gradients_where_nobody_wants_their_norm(two_ranks: RankGroup, stage: int) -> None:
+    off = precision("bf16", False)
+    for accum in ("bf16", "fp32") if stage == 2 else ("bf16",):
+        setup = Setup(stage=stage, model="bf16", accum=accum, config=off, zero={"compute_grad_norm": False})
+        assert two_ranks.run(inspected, setup, True)[0] == (set(), 0)
 
 
 def operators_of_step(setup: Setup, divisor: float) -> list[tuple[int, int]]:

@@ -61,7 +61,7 @@ class BucketSum(WindowedOptimizer):
         return places
 
     def _keeps_reduced_values(self, comm_dtype: torch.dtype) -> bool:
-        """Whether the bucket holds what the reduction gave, in the same dtype: else only the reduction itself can add it.
+        """Whether the bucket holds what the reduction gave, in the same dtype; else only the reduction can add it.
 
         A sum that is reduced in fp32 would be rounded to a 16-bit bucket; Ulysses reduces in fp32 whatever is set.
         """
@@ -172,7 +172,7 @@ class BucketSum(WindowedOptimizer):
 
     @override
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Also fill the buckets first; DeepSpeed, which copies every gradient on its own, finds nothing left to copy."""
+        """Also fill the buckets first: DeepSpeed, which copies gradients one by one, finds nothing left to copy."""
         if self._packs_buckets and self.ready_for_gradients:
             for group_idx, group in enumerate(self.bit16_groups):
                 for param in group:
@@ -181,7 +181,7 @@ class BucketSum(WindowedOptimizer):
                 self._pack(bucket)
         super().reduce_gradients(pipeline_parallel)
 
-    def _note_gradient(self, param: torch.Tensor, group_idx: int) -> None:
+    def _note_gradient(self, param: Any, group_idx: int) -> None:
         """Put a gradient on the list of its bucket, which is reduced before if it is full."""
         gradient, size = self.get_gradient_for_reduction(param), param.numel()
         if gradient is None or size > self.reduce_bucket_size or not getattr(param, "ds_grad_is_ready", True):

@@ -92,7 +92,7 @@ class HostSum(BucketSum):
 
     @override
     def add_to_host(self, run: Run) -> None:
-        """Add a run of the bucket to its part of the host gradient, by way of the device, and judge it at a boundary."""
+        """Add a run of a bucket to its part of the host gradient, by way of the device; judge it at a boundary."""
         host, total = run.slice_of(self.host_gradient(run.group_idx)), run.values
         if run.begun:
             # Muon groups may accumulate wider than they reduce; everything else already has the sum's dtype.

@@ -112,6 +112,7 @@ class RequestZeROOptimizer(RequestBackup, OverflowOrigin, HostSum, DeviceSum, Wi
         for gradients in self.previous_reduced_grads.values():
             gradients.clear()
         self.params_already_reduced = [False] * len(self.params_already_reduced)
+        self._taken.clear()
         self._release_ipg_buffers()
         self._backward_active_depth = 0
 
@@ -136,7 +137,7 @@ class RequestZeROOptimizer(RequestBackup, OverflowOrigin, HostSum, DeviceSum, Wi
 
     @override
     def _update_model_bit16_weights(self, group_index: int) -> None:
-        """Only where a parameter is not a view of the flat weights yet; DeepSpeed makes all views anew in every step."""
+        """Only where a parameter is no view of the flat weights yet; DeepSpeed makes all views anew in every step."""
         flat = self.bit16_groups_flat[group_index]
         places = zip(self.round_robin_bit16_meta[group_index], self.round_robin_bit16_offsets[group_index], strict=True)
         for param, (meta, offset) in zip(self.round_robin_bit16_groups[group_index], places, strict=True):
