@@ -57,6 +57,11 @@ class Operators(TorchDispatchMode):
     def total(self) -> int:
         return sum(self.counts.values())
 
+    def summary(self) -> Counter[str]:
+        return Counter(
+            {"operators": self.total, "reads": self.host_reads, "host copies": self.copies_into_destinations}
+        )
+
 
 class Allocations(TorchDispatchMode):
     """Memory that operators have allocated and that is still in use, whoever holds it.

@@ -8,7 +8,7 @@ latest value of the sum, as the host gradient holds it, and an overflow that lat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,13 @@ def cause_of_overflow(squares: Iterable[float]) -> str | None:
     """``"NaN"`` or ``"inf"``, whichever is among squared norms, or ``None`` where all are finite."""
     total = sum(squares)
     return None if math.isfinite(total) else "NaN" if math.isnan(total) else "inf"
+
+
+def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """:func:`partition_norm` of each, with one operator for all but the large ones."""
+    small = [gradient for gradient in gradients if gradient.numel() <= _NORM_CHUNK]
+    norms = iter(torch._foreach_norm(small, 2, dtype=get_norm_dtype()) if small else ())
+    return [next(norms) if grad.numel() <= _NORM_CHUNK else partition_norm(grad) for grad in gradients]
 
 
 class WindowNorm(WindowDivisor):
@@ -243,9 +250,8 @@ class WindowNorm(WindowDivisor):
         if partition is not None and self._counts_whole(group_idx):
             yield partition_norm(partition)
             return
-        for param, gradient in self._owned_on_device(group_idx):
-            if self._counts(param):
-                yield partition_norm(gradient)
+        owned = self._owned_on_device(group_idx)
+        yield from gradient_norms([gradient for param, gradient in owned if self._counts(param)])
 
     def _owned_on_device(self, group_idx: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         gradients = [g for g in self.averaged_gradients[group_idx] if not getattr(g, "_zero_padding", False)]

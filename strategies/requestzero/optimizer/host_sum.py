@@ -5,8 +5,8 @@ Two kinds of parameter groups:
 - With fp32 accumulation on a 16-bit model the sum is built in a flat fp32 partition on the device. At a request end it
   is *published* (copied to the host gradient, once per group) and, where the host gradient holds it bit for bit,
   *released*; the next backward that reduces into the group *restores* it.
-- Otherwise there is no partition-sized buffer on the device: every reduced gradient is added to the slice of the host
-  gradient that belongs to it, by way of the device.
+- Otherwise there is no partition-sized buffer on the device: what a reduced bucket brings is added to the slices of the
+  host gradient that belong to it, by way of the device.
 
 No auxiliary host buffer exists in either.
 """
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 from typing_extensions import override
 
-from requestzero.optimizer.grad_norm import partition_norm
-from requestzero.optimizer.windowed import WindowedOptimizer
+from requestzero.optimizer.bucket_runs import Run
+from requestzero.optimizer.bucket_sum import BucketSum
+from requestzero.optimizer.grad_norm import gradient_norms, partition_norm
 
 
 class GradientFragments:
@@ -48,7 +50,7 @@ class GradientFragments:
         """Nothing is held here (called when states are offloaded)."""
 
 
-class HostSum(WindowedOptimizer):
+class HostSum(BucketSum):
     """Written for DeepSpeed 0.19.8.
 
     Replaces its per-parameter boundary copies, host accumulators and host reads. Can go when DeepSpeed keeps the sum of
@@ -81,36 +83,31 @@ class HostSum(WindowedOptimizer):
         super().setup_buckets()
 
     @override
-    def copy_grads_in_partition(self, param: torch.Tensor, group_idx: int | None = None) -> None:
-        """Take a reduced gradient into the window's sum, at a boundary or not."""
+    def note_reduced(self, param_ids: set[int]) -> None:
         if not self.cpu_offload:
-            super().copy_grads_in_partition(param, group_idx)
             return
-        param_id = self.get_param_id(param)
-        group_idx = self.grad_position[param_id][0]
-        self.window.used.add(param_id)
-        if self._use_compact_grad_partition_buffer(group_idx):
-            self.window.unpublished.add(group_idx)  # the reduction has added it to the device partition
-        else:
-            self._add_to_host_gradient(param, param_id)
-        self.clear_grad_attribute(param)
+        self.window.used |= param_ids
+        groups = {self.grad_position[param_id][0] for param_id in param_ids}
+        self.window.unpublished |= groups & self._flat_groups
 
-    def _add_to_host_gradient(self, param: torch.Tensor, param_id: int) -> None:
-        _, start, _, numel = self.grad_position[param_id]
-        host = self.owned_slice(param)
-        total = self.get_param_gradient_attribute(param).view(-1).narrow(0, start, numel)
-        if param_id in self.window.on_host:
+    @override
+    def add_to_host(self, run: Run) -> None:
+        """Add a run of a bucket to its part of the host gradient, by way of the device; judge it at a boundary."""
+        host, total = run.slice_of(self.host_gradient(run.group_idx)), run.values
+        if run.begun:
             # Muon groups may accumulate wider than they reduce; everything else already has the sum's dtype.
             total = total.to(torch.promote_types(total.dtype, self.gradient_accumulation_dtype))
             total.add_(host.to(total.device, non_blocking=True))
         value = self._copy_to_host(total, host)
-        self.window.on_host.add(param_id)
+        self.window.on_host.update(run.param_ids)
         # DeepSpeed's name for "has been accumulated over several micro-batches"; no buffer of its own.
         if not self.is_gradient_accumulation_boundary():
-            self.accumulated_grads_in_cpu[param_id] = host
-            self.norm_for_param_grads.pop(param_id, None)  # judged at its request's end, or before the step
+            self.accumulated_grads_in_cpu.update(zip(run.param_ids, host.split(run.sizes), strict=True))
+            for param_id in run.param_ids:  # judged at its request's end, or before the step
+                self.norm_for_param_grads.pop(param_id, None)
         else:
-            self.norm_for_param_grads[param_id] = partition_norm(value)
+            norms = gradient_norms(value.split(run.sizes))
+            self.norm_for_param_grads.update(zip(run.param_ids, norms, strict=True))
 
     def _copy_to_host(self, source: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
         """Copy to the host gradient without waiting; returns the value on the device as the host now holds it."""
@@ -152,8 +149,9 @@ class HostSum(WindowedOptimizer):
         if self._counts_whole(group_idx):
             self.window.partition_norms[group_idx] = partition_norm(value)
         else:
-            for param in self.params_in_partition[group_idx]:
-                self.norm_for_param_grads[self.get_param_id(param)] = partition_norm(self.owned_slice(param, value))
+            params = self.params_in_partition[group_idx]
+            norms = gradient_norms([self.owned_slice(param, value) for param in params])
+            self.norm_for_param_grads.update(zip(map(self.get_param_id, params), norms, strict=True))
         self.window.published.add(group_idx)
         self.window.on_host.update(map(self.get_param_id, self.params_in_partition[group_idx]))
         if not self.retain_gpu_grad_partition_until_step and host.dtype == partition.dtype:
@@ -161,23 +159,28 @@ class HostSum(WindowedOptimizer):
 
     @override
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
-        """Also restore a released partition: the window's sum goes on from what was published."""
-        group = super()._build_compact_grad_partition_buffer(group_idx)
-        if self.cpu_offload and group_idx in self.window.published:
-            group.flat_partition.copy_(self.host_gradient(group_idx), non_blocking=True)
+        """Also restore a released partition: the window's sum goes on from what was published.
+
+        Without DeepSpeed's view of every parameter in it, which only its step on the device asks for.
+        """
+        if self.cpu_offload:
+            group = self._filled_partition(group_idx)
+        else:
+            group = super()._build_compact_grad_partition_buffer(group_idx)
         if not get_accelerator().resolves_data_dependency():
             event = get_accelerator().Event()
             event.record(get_accelerator().current_stream())
             self.window.partition_ready[group_idx] = event
         return group
 
-    @override
-    def average_tensor(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
-        """Also wait for partitions that another stream has filled (zeros or restored values) before adding to them."""
-        stream = self.reduction_stream if self.overlap_comm else get_accelerator().current_stream()
-        for event in self.window.partition_ready.values():
-            stream.wait_event(event)
-        super().average_tensor(tensor, communication_data_type)
+    def _filled_partition(self, group_idx: int) -> GradPartitionBufferGroup:
+        host, device = self.host_gradient(group_idx), get_accelerator().current_device_name()
+        if group_idx in self.window.published:
+            flat = torch.empty(host.numel(), dtype=self.gradient_accumulation_dtype, device=device)
+            flat.copy_(host, non_blocking=True)
+        else:
+            flat = torch.zeros(host.numel(), dtype=self.gradient_accumulation_dtype, device=device)
+        return GradPartitionBufferGroup([flat], flat)
 
     # --- what users read and write ----------------------------------------------------------------------------------
 
@@ -221,8 +224,11 @@ class HostSum(WindowedOptimizer):
         for group_idx in self.group_indices:
             if group_idx in self.window.partition_norms:
                 continue
-            for param in self.params_in_partition[group_idx]:
-                param_id = self.get_param_id(param)
-                matters = self.window.edited or param_id in self.window.used
-                if matters and param_id not in self.norm_for_param_grads:
-                    self.norm_for_param_grads[param_id] = partition_norm(self.owned_slice(param)).to(device)
+            params = list(filter(self._is_unjudged, self.params_in_partition[group_idx]))
+            if params:
+                norms = torch.stack(gradient_norms([self.owned_slice(param) for param in params])).to(device)
+                self.norm_for_param_grads.update(zip(map(self.get_param_id, params), norms.unbind(), strict=True))
+
+    def _is_unjudged(self, param: torch.Tensor) -> bool:
+        param_id = self.get_param_id(param)
+        return (self.window.edited or param_id in self.window.used) and param_id not in self.norm_for_param_grads

@@ -54,11 +54,15 @@ class OverflowOrigin(WindowedOptimizer):
     @override
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: torch.Tensor, i: int) -> None:
         """Also look at the gradient before it meets those of other ranks."""
+        self.look_at_gradient(param)
+        super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
+
+    @override
+    def look_at_gradient(self, param: torch.Tensor) -> None:
         gradient = self.get_gradient_for_reduction(param) if self.records_origin else None
         if gradient is not None and gradient.numel():
             peak = torch.linalg.vector_norm(gradient, float("inf"), dtype=torch.float32)  # NaN goes through
             self.window.open_peaks.append((self.get_param_id(param), peak))
-        super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
 
     def note_request_end(self) -> None:
         """Close the list of the request's local gradients; keep this rank's squared norm of every group's sum."""

@@ -56,3 +56,6 @@ class WindowedOptimizer(DeepSpeedZeroOptimizer):
     def note_peak_bytes(self) -> None:
         """Remember the largest gradient partition seen; called where it is largest, before a release."""
         self.peak_grad_partition_bytes = max(self.peak_grad_partition_bytes, self.grad_partition_bytes())
+
+    def look_at_gradient(self, param: torch.Tensor) -> None:
+        """Called once for every local gradient, when it goes into a reduction."""

@@ -112,6 +112,7 @@ class RequestZeROOptimizer(RequestBackup, OverflowOrigin, HostSum, DeviceSum, Wi
         for gradients in self.previous_reduced_grads.values():
             gradients.clear()
         self.params_already_reduced = [False] * len(self.params_already_reduced)
+        self._taken.clear()
         self._release_ipg_buffers()
         self._backward_active_depth = 0
 
@@ -133,3 +134,14 @@ class RequestZeROOptimizer(RequestBackup, OverflowOrigin, HostSum, DeviceSum, Wi
             super()._link_all_hp_params()
         finally:
             self.bit16_groups = original
+
+    @override
+    def _update_model_bit16_weights(self, group_index: int) -> None:
+        """Only where a parameter is no view of the flat weights yet; DeepSpeed makes all views anew in every step."""
+        flat = self.bit16_groups_flat[group_index]
+        places = zip(self.round_robin_bit16_meta[group_index], self.round_robin_bit16_offsets[group_index], strict=True)
+        for param, (meta, offset) in zip(self.round_robin_bit16_groups[group_index], places, strict=True):
+            in_place = param.data_ptr() == flat.data_ptr() + offset * flat.element_size()
+            if not (in_place and param.shape == meta.shape and param.is_contiguous()):
+                super()._update_model_bit16_weights(group_index)
+                return

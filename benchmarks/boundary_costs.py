@@ -1,0 +1,291 @@
+"""What a boundary backward and a step cost, counted and timed against DeepSpeed's own optimizer.
+
+    python benchmarks/boundary_costs.py --tensors 64 400
+    python benchmarks/boundary_costs.py --tensors 400 --only "offload" --windows 200
+    python benchmarks/boundary_costs.py --windows 0                              # counts only
+
+Starts two gloo ranks. Each holds two engines of every configuration, one of requestzero and one of stock DeepSpeed, and
+runs windows of one backward and one step in turn. Counted (rank 0): operators that PyTorch dispatches, host reads,
+copies into the host gradient and their bytes, on the second window. Timed: stock's time divided by ours for every pair
+of neighbouring windows, from both ranks; median and quartiles. CPU time is that of the process, so that other work on
+the machine disturbs it less than the wall clock. The forward is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RANKS = 2
+DTYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")]
+PARTS = ("backward", "step")
+BOTH = "both"
+COUNTED = ("operators", "host reads", "host copies", "host bytes")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration."""
+
+    stage: int
+    offload: bool
+    model: str
+    accumulation: str
+    check: bool
+    tensors: int
+
+    def __str__(self) -> str:
+        place = "offload" if self.offload else "device"
+        check = "" if self.check or self.model == "fp32" else ", check off"
+        return f"ZeRO-{self.stage} {place}, {self.model}/{self.accumulation}{check}, {self.tensors} tensors"
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        precision: dict[str, Any] = {
+            "fp32": {},
+            "bf16": {"bf16": {"enabled": True, "check_grad_overflow": self.check}},
+            "fp16": {"fp16": {"enabled": True, "loss_scale": 16.0}},
+        }[self.model]
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "data_types": {"grad_accum_dtype": self.accumulation},
+            **precision,
+        }
+
+
+def all_cases(tensors: list[int]) -> list[Case]:
+    """Every combination; the check can be switched in bf16 only."""
+    return [
+        Case(stage, offload, model, accumulation, check, count)
+        for count, stage, offload, (model, accumulation) in product(tensors, (1, 2), (False, True), DTYPES)
+        for check in ((True, False) if model == "bf16" else (True,))
+    ]
+
+
+@dataclass
+class Result:
+    """Counts by ``(part, "ours" or "stock")``; seconds per window by ``(part, whose, clock)``."""
+
+    counts: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
+    seconds: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
+
+    def ratios(self, part: str, clock: str) -> list[float]:
+        """Stock's time divided by ours, one for every pair of neighbouring windows."""
+        stock, ours = (self.times(part, whose, clock) for whose in ("stock", "ours"))
+        return [s / o for s, o in zip(stock, ours, strict=True)]
+
+    def times(self, part: str, whose: str, clock: str) -> list[float]:
+        """Seconds of every window; ``BOTH`` is backward and step together."""
+        if part == BOTH:
+            return [b + s for b, s in zip(*(self.times(each, whose, clock) for each in PARTS), strict=True)]
+        return self.seconds.get((part, whose, clock), [])
+
+    def count(self, part: str, whose: str, name: str) -> int:
+        return sum(self.counts[each, whose][name] for each in (PARTS if part == BOTH else (part,)))
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is dispatched, host reads, and what is copied into the tensors ``host``."""
+
+    def __init__(self, host: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._host = {tensor.untyped_storage().data_ptr() for tensor in host}
+        self._tolist = torch.Tensor.tolist
+
+    def __enter__(self) -> Operators:
+        # ``tolist`` reads without dispatching anything.
+        mode = self
+        self._patch = patch.object(torch.Tensor, "tolist", lambda tensor: mode.counted_tolist(tensor))
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        self._patch.stop()
+
+    def counted_tolist(self, tensor: torch.Tensor) -> Any:
+        self.counts.update(["operators", "host reads"])
+        return self._tolist(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        self.counts["operators"] += 1
+        self.counts["host reads"] += name in ("aten._local_scalar_dense", "aten.is_nonzero", "aten.item")
+        if name == "aten.copy_" and args[0].untyped_storage().data_ptr() in self._host:
+            self.counts["host copies"] += 1
+            self.counts["host bytes"] += args[0].numel() * args[0].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+class Chain(torch.nn.Module):
+    """``tensors`` linear layers one after another, which begin as the identity so that no gradient vanishes."""
+
+    def __init__(self, tensors: int, width: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(tensors))
+        for param in self.parameters():
+            torch.nn.init.eye_(param)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Training:
+    """One engine and its windows."""
+
+    def __init__(self, case: Case, requestzero: bool, width: int) -> None:
+        import deepspeed
+
+        import requestzero as ours
+
+        model = Chain(case.tensors, width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        initialize = ours.initialize if requestzero else deepspeed.initialize
+        self.engine = initialize(model=model, optimizer=optimizer, config=case.deepspeed_config())[0]
+        self.x = torch.ones(1, width, dtype=next(model.parameters()).dtype, device=self.engine.device)
+
+    def forward(self) -> torch.Tensor:
+        self.engine.set_gradient_accumulation_boundary(True)
+        return self.engine(self.x)
+
+    def counted_window(self) -> tuple[Counter[str], Counter[str]]:
+        loss = self.forward()
+        # Stock's optimizer for ZeRO-1 with fp32 accumulation on a 16-bit model is another class.
+        masters = getattr(self.engine.optimizer, "single_partition_of_fp32_groups", [])
+        host = [master.grad for master in masters if master.grad is not None]
+        with Operators(host) as in_backward:
+            self.engine.backward(loss)
+        with Operators(host) as in_step:
+            self.engine.step()
+        return in_backward.counts, in_step.counts
+
+    def timed_window(self) -> dict[tuple[str, str], float]:
+        loss = self.forward()
+        times = {}
+        for part, call in (("backward", lambda: self.engine.backward(loss)), ("step", self.engine.step)):
+            dist.barrier()
+            cpu, wall = time.process_time(), time.perf_counter()
+            call()
+            times[part, "cpu"], times[part, "wall"] = time.process_time() - cpu, time.perf_counter() - wall
+        return times
+
+
+def measure(case: Case, windows: int, width: int) -> Result:
+    """Counts and times of one configuration on this rank (collective)."""
+    result = Result()
+    trainings = {whose: Training(case, whose == "ours", width) for whose in ("stock", "ours")}
+    for whose, training in trainings.items():
+        for _ in range(2):
+            counts = training.counted_window()
+        result.counts.update({(part, whose): count for part, count in zip(PARTS, counts, strict=True)})
+    for window in range(windows):
+        for whose in ("ours", "stock") if window % 2 else ("stock", "ours"):
+            for (part, clock), seconds in trainings[whose].timed_window().items():
+                result.seconds.setdefault((part, whose, clock), []).append(seconds)
+    for training in trainings.values():
+        training.engine.destroy()
+    return result
+
+
+def table_of(results: list[tuple[Case, list[Result]]]) -> Table:
+    table = Table(title="ours / stock; times: stock divided by ours, median (quartiles)")
+    for name in (
+        "configuration",
+        "part",
+        "operators",
+        "host reads",
+        "host copies",
+        "host bytes",
+        "CPU time",
+        "wall time",
+    ):
+        table.add_column(name, justify="left" if name in ("configuration", "part") else "right", no_wrap=True)
+    for case, by_rank in results:
+        for part in (*PARTS, BOTH):
+            counts = ["{:,} / {:,}".format(*(by_rank[0].count(part, w, n) for w in ("ours", "stock"))) for n in COUNTED]
+            times = [spread([r for rank in by_rank for r in rank.ratios(part, clock)]) for clock in ("cpu", "wall")]
+            table.add_row(str(case) if part == PARTS[0] else "", part, *counts, *times)
+    return table
+
+
+def spread(ratios: list[float]) -> str:
+    if len(ratios) < 2:
+        return "-"
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def fp16_on_cpu(stack: ExitStack) -> None:
+    """DeepSpeed's CPU accelerator refuses fp16, which PyTorch computes there."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind = type(get_accelerator())
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    stack.enter_context(patch.object(kind, "is_fp16_supported", lambda self: True))
+    stack.enter_context(patch.object(kind, "supported_dtypes", lambda self: dtypes))
+
+
+def run_rank(rank: int, folder: str, cases: list[Case], windows: int, width: int) -> None:
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel("ERROR")
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    deepspeed.init_distributed("gloo")
+    results = []
+    with ExitStack() as stack:
+        fp16_on_cpu(stack)
+        for case in cases:
+            by_rank: list[Any] = [None] * RANKS
+            dist.all_gather_object(by_rank, measure(case, windows, width))
+            results.append((case, by_rank))
+    if rank == 0:
+        Console(width=190).print(table_of(results))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensors", type=int, nargs="+", default=[64, 400], help="parameter tensors of the model")
+    parser.add_argument("--width", type=int, default=8, help="a tensor has width x width elements")
+    parser.add_argument("--windows", type=int, default=60, help="timed windows of each engine (0: counts only)")
+    parser.add_argument("--only", default="", help='part of a configuration\'s name, such as "ZeRO-2 offload, fp32"')
+    args = parser.parse_args()
+    cases = [case for case in all_cases(args.tensors) if args.only in str(case)]
+    if not cases:
+        parser.error(f"--only {args.only!r} names no configuration: {', '.join(map(str, all_cases([64])))}")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_rank, (folder, cases, args.windows, args.width), nprocs=RANKS)
+
+
+if __name__ == "__main__":
+    main()
