@@ -34,7 +34,8 @@ RELIED_ON = {
     ],
     "deepspeed.runtime.zero.stage_1_and_2": [
         "DeepSpeedZeroOptimizer.__init__",
-        "DeepSpeedZeroOptimizer.reduce_ipg_grads",
+        "DeepSpeedZeroOptimizer.allreduce_bucket",
+        "DeepSpeedZeroOptimizer.gradient_reduction_w_predivide",
         "DeepSpeedZeroOptimizer.process_gradients",
         "DeepSpeedZeroOptimizer._use_compact_grad_partition_buffer",
         "DeepSpeedZeroOptimizer._get_compact_grad_partition_buffer",
@@ -53,7 +54,6 @@ RELIED_ON = {
         "DeepSpeedZeroOptimizer.get_gradient_for_reduction",
         "DeepSpeedZeroOptimizer.get_param_gradient_attribute",
         "DeepSpeedZeroOptimizer.clear_grad_attribute",
-        "DeepSpeedZeroOptimizer.reduce_ready_partitions_and_remove_grads",
         "DeepSpeedZeroOptimizer._record_gradient_stream",
         "DeepSpeedZeroOptimizer._is_muon_group",
         "DeepSpeedZeroOptimizer._model_parallel_all_reduce",
@@ -106,6 +106,7 @@ RELIED_ON = {
         "Accelerator.load_state",
         "Accelerator.free_memory",
     ],
+    "accelerate.data_loader": ["DataLoaderShard.__iter__"],
     "accelerate.state": [
         "PartialState.__init__",
         "PartialState._prepare_backend",

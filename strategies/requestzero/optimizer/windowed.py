@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from requestzero.agreement.agreement import Agreement
 from requestzero.optimizer.window import UpdateWindow
 
 
@@ -21,6 +23,9 @@ class WindowedOptimizer(DeepSpeedZeroOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before super(), whose constructor calls methods that are overridden here.
         self.window = UpdateWindow()
+        self.agreement = Agreement()
+        self.comm: Any = dist
+        """``deepspeed.comm``, or what stands for it in this optimizer's own collectives."""
         self.peak_grad_partition_bytes = 0
         super().__init__(*args, **kwargs)
 
