@@ -17,9 +17,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 
 class RankError(AssertionError):
@@ -27,10 +29,17 @@ class RankError(AssertionError):
 
 
 class RankGroup:
-    """``world_size`` worker processes joined in one process group."""
+    """``world_size`` worker processes joined in one process group.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        world_size: number of ranks.
+        forked: start them from a process that has imported everything already: for groups that serve one test, which
+            may leave collectives behind that nobody completes.
+    """
+
+    def __init__(self, world_size: int, forked: bool = False) -> None:
         self.world_size = world_size
+        self._forked = forked
         self._workers: list[tuple[Any, Connection]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -57,7 +66,7 @@ class RankGroup:
                 ) from None
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = _fork_context() if self._forked else mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         rendezvous = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
@@ -116,6 +125,34 @@ class RankGroup:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+# What building an engine imports: seconds, if every rank did it anew.
+_PRELOADED = [
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "requestzero.accelerate.accelerator",
+    "requestzero.initialization",
+    "requestzero.lightning.strategy",
+    "requestzero.optimizer.engine",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+]
+
+
+def _fork_context() -> Any:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with patch.dict(os.environ, TORCH_COMPILE_DISABLE="1", **({} if _has_cuda() else {"DS_ACCELERATOR": "cpu"})):
+        forkserver.ensure_running()
+    return context
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:

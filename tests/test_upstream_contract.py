@@ -54,7 +54,6 @@ RELIED_ON = {
         "DeepSpeedZeroOptimizer.get_gradient_for_reduction",
         "DeepSpeedZeroOptimizer.get_param_gradient_attribute",
         "DeepSpeedZeroOptimizer.clear_grad_attribute",
-        "DeepSpeedZeroOptimizer.reduce_ready_partitions_and_remove_grads",
         "DeepSpeedZeroOptimizer._record_gradient_stream",
         "DeepSpeedZeroOptimizer._is_muon_group",
         "DeepSpeedZeroOptimizer._model_parallel_all_reduce",
@@ -109,6 +108,7 @@ RELIED_ON = {
         "Accelerator.load_state",
         "Accelerator.free_memory",
     ],
+    "accelerate.data_loader": ["DataLoaderShard.__iter__"],
     "accelerate.state": [
         "PartialState.__init__",
         "PartialState._prepare_backend",

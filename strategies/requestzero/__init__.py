@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from requestzero.versions import __version__
 
 if TYPE_CHECKING:
+    from requestzero.agreement.errors import RankDisagreement
     from requestzero.errors import GradientOverflowError
     from requestzero.initialization import initialize
     from requestzero.lightning.strategy import RequestZeRO
@@ -27,6 +28,7 @@ _LAZY = {
     "MicroBatch": "requestzero.micro_batch",
     "OverflowSettings": "requestzero.settings",
     "PlannedLoader": "requestzero.planned_loader",
+    "RankDisagreement": "requestzero.agreement.errors",
     "RequestLoader": "requestzero.request_loader",
     "RequestZeRO": "requestzero.lightning",
     "RequestZeROPlugin": "requestzero.accelerate",
@@ -37,6 +39,7 @@ __all__ = [
     "MicroBatch",
     "OverflowSettings",
     "PlannedLoader",
+    "RankDisagreement",
     "RequestLoader",
     "RequestZeRO",
     "RequestZeROPlugin",

@@ -13,11 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from requestzero.nearest import nearest
 from requestzero.settings import RequestZeROSettings
 
 Config = dict[str, Any]
 
 RETAIN_OPTION = "retain_gpu_grad_partition_until_step"
+# A section of our own in a DeepSpeed config.
+OWN_SECTION = "requestzero"
+OWN_SECTION_OPTIONS = ("rank_agreement", "rank_dependent_parameters")
 
 
 def load_config(config: Any, source: str = "config") -> Config:
@@ -145,6 +149,9 @@ def settings_to_config(settings: RequestZeROSettings) -> Config:
     config: Config = {"zero_optimization": zero}
     if settings.grad_accum_dtype is not None:
         config["data_types"] = {"grad_accum_dtype": settings.grad_accum_dtype}
+    own = {name: getattr(settings, name) for name in OWN_SECTION_OPTIONS}
+    if own != {name: getattr(RequestZeROSettings, name) for name in OWN_SECTION_OPTIONS}:
+        config[OWN_SECTION] = own
     return config
 
 
@@ -163,6 +170,23 @@ def take_retain_option(config: Config) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"zero_optimization.{RETAIN_OPTION}={value!r} is not allowed: use true or false.")
     return value
+
+
+def take_own_section(config: Config) -> Config:
+    """Remove the section ``requestzero`` from ``config``; what it sets, by the options' names.
+
+    Raises:
+        ValueError: it is no mapping, or holds a key that does not exist or a value that is not a bool.
+    """
+    section = _section(config, OWN_SECTION)
+    config.pop(OWN_SECTION, None)
+    for name, value in section.items():
+        if name not in OWN_SECTION_OPTIONS:
+            near = nearest(str(name), OWN_SECTION_OPTIONS)
+            raise ValueError(f"{OWN_SECTION}.{name} is no option: use {' or '.join(OWN_SECTION_OPTIONS)}.{near}")
+        if not isinstance(value, bool):
+            raise ValueError(f"{OWN_SECTION}.{name}={value!r} is not allowed: use true or false.")
+    return dict(section)
 
 
 def check_supported(config: Mapping[str, Any], model: Any = None) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from requestzero.deepspeed_config import RETAIN_OPTION, Config
+from requestzero.deepspeed_config import OWN_SECTION, RETAIN_OPTION, Config, take_own_section
 from requestzero.nearest import nearest
 from requestzero.overflow_config import OVERFLOW_SECTION, check_overflow_section
 
@@ -26,7 +26,7 @@ TOP_LEVEL_KEYS = frozenset([
 ])
 """Sections and scalars of a DeepSpeed config."""
 
-OWN_SECTIONS = frozenset([OVERFLOW_SECTION])
+OWN_SECTIONS = frozenset([OVERFLOW_SECTION, OWN_SECTION])
 """Sections that only this package reads."""
 
 REMOVED_KEYS = frozenset([
@@ -83,6 +83,7 @@ def check_top_level_keys(config: Config, source: str) -> None:
                     f"{name}.{key} in {source} is no option of DeepSpeed's {name}.{nearest(str(key), known)}"
                 )
     check_overflow_section(config, source)
+    take_own_section(dict(config))
 
 
 def _removal(key: str) -> str:

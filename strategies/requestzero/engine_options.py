@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from requestzero.deepspeed_config import Config, take_retain_option
+from requestzero.deepspeed_config import OWN_SECTION, Config, take_own_section, take_retain_option
 from requestzero.overflow_config import OVERFLOW_SECTION, check_overflow_section, merged_overflow, precision_of
 from requestzero.settings import OverflowSettings
 
@@ -21,6 +21,10 @@ class EngineOptions:
     overflow: OverflowSettings = field(default_factory=OverflowSettings)
     """What the config's sections ``overflow``, ``fp16`` and ``bf16`` say together. The engine reads ``on_overflow``,
     ``max_consecutive_skips`` and, in fp32, ``check_grad_overflow``; the others reach it through DeepSpeed."""
+    rank_agreement: bool = True
+    """DeepSpeed key: ``requestzero.rank_agreement``."""
+    rank_dependent_parameters: bool = False
+    """DeepSpeed key: ``requestzero.rank_dependent_parameters``."""
 
 
 def take_engine_options(config: Config) -> EngineOptions:
@@ -30,10 +34,19 @@ def take_engine_options(config: Config) -> EngineOptions:
         ValueError: a value that is not allowed, a key that does not exist or has another place, or options that
             disagree.
     """
-    return EngineOptions(
+    zero = config.get("zero_optimization")
+    ignores = zero.get("ignore_unused_parameters", True) if isinstance(zero, dict) else True
+    options = EngineOptions(
         retain_gpu_grad_partition_until_step=take_retain_option(config),
         overflow=take_overflow(config),
+        **take_own_section(config),
     )
+    if options.rank_dependent_parameters and not ignores:
+        raise ValueError(
+            f"{OWN_SECTION}.rank_dependent_parameters=True reduces zeros for parameters that a rank has not used, so "
+            "that zero_optimization.ignore_unused_parameters=False would see none of them: leave one of the two out."
+        )
+    return options
 
 
 def take_overflow(config: Config) -> OverflowSettings:

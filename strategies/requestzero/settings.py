@@ -178,6 +178,14 @@ class RequestZeROSettings:
     log_metrics: bool = True
     """Whether loggers get ``grad_norm`` and ``overflow/...`` (skipped updates, skips in a row, dropped requests, loss
     scale) of the updates that are logged. A metric of yours by the same name is left as it is."""
+    rank_agreement: bool = True
+    """Whether the data-parallel ranks agree, once per request, on what they are about to do, so that ranks that do not
+    do the same raise an error instead of waiting for each other. Can be turned off where equal numbers of micro-batches
+    are guaranteed. DeepSpeed key: ``requestzero.rank_agreement``."""
+    rank_dependent_parameters: bool = False
+    """Whether parameters may take part on some ranks only (adapters, experts, conditional branches): gradients are
+    reduced at the end of the backward (stage 1: of the request), with zeros for absent ones, which gives up the overlap
+    of reduction with the backward. DeepSpeed key: ``requestzero.rank_dependent_parameters``."""
     overflow: OverflowSettings = field(default_factory=OverflowSettings)
     """What happens to gradients that are not finite."""
 
@@ -189,4 +197,6 @@ class RequestZeROSettings:
         _check_choice("normalization", self.normalization, NORMALIZATIONS)
         _check_choice("incomplete_window", self.incomplete_window, INCOMPLETE_WINDOW)
         _check_bool("log_metrics", self.log_metrics)
+        for name in ("rank_agreement", "rank_dependent_parameters"):
+            _check_bool(name, getattr(self, name))
         object.__setattr__(self, "overflow", OverflowSettings.build(self.overflow))

@@ -30,8 +30,14 @@ class WindowMarks:
         """Whether the optimizer steps after the current batch. True before the first one."""
         self.weight: Any = None
         """Weight of the current micro-batch, if the loader gives one: a number, or a tensor that holds one."""
+        self.starts_request = False
+        """Whether the current batch is the first of its request."""
         self.request_id: str | int | None = None
         """Name of the current request, if the loader gives one."""
+        self.micro_batches: int | None = None
+        """Micro-batches of the current request, if that is known at its first."""
+        self.window_ends_with_request: bool | None = None
+        """Whether the optimizer steps after the current request, if that is known at its first micro-batch."""
         self.loader_marks_windows: bool | None = None
         """Whether the loader marks window ends itself; ``None`` before an epoch's first batch."""
         self._requests = 0
@@ -47,6 +53,7 @@ class WindowMarks:
         micro_batch = batch if isinstance(batch, MicroBatch) else MicroBatch(_check_plain(batch))
         self._check_marks(micro_batch, requests_per_window)
         self.starts_window = self._between_windows
+        self.starts_request = self.starts_window or self.request_end
         self._requests = (0 if self.starts_window else self._requests) + micro_batch.request_end
         self.request_end = micro_batch.request_end
         self.request_id = micro_batch.request_id
@@ -56,11 +63,22 @@ class WindowMarks:
         else:
             self.window_end = micro_batch.window_end
         self._between_windows = self.window_end
+        if self.starts_request:
+            self._look_ahead(micro_batch, requests_per_window)
         return micro_batch.inputs
+
+    def _look_ahead(self, first: MicroBatch, requests_per_window: int) -> None:
+        """What the first micro-batch of a request says of the whole of it."""
+        self.micro_batches = 1 if first.request_end else first.micro_batches
+        if first.request_end:
+            self.window_ends_with_request = self.window_end
+        else:
+            counted = first.window_end is None
+            self.window_ends_with_request = self._requests + 1 >= requests_per_window if counted else None
 
     def skip(self) -> None:
         """Note a batch that Lightning leaves out (the loader gave ``None``): it starts and ends nothing."""
-        self.starts_window = self.window_end = False
+        self.starts_window = self.starts_request = self.window_end = False
         self.weight = None
 
     def end_epoch(self) -> None:

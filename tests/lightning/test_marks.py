@@ -77,3 +77,21 @@ def test_window_ends_on_some_micro_batches() -> None:
 def test_window_ends_beside_accumulate_grad_batches() -> None:
     with pytest.raises(ValueError, match=r"accumulate_grad_batches=4\) asks to count requests"):
         WindowMarks().take(MicroBatch(0, window_end=True), 4)
+
+
+def ahead(marks: WindowMarks, batches: list[object], requests_per_window: int) -> list[tuple[int | None, bool | None]]:
+    """What is known of every request at its first batch."""
+    known = []
+    for batch in batches:
+        marks.take(batch, requests_per_window)
+        if marks.starts_request:
+            known.append((marks.micro_batches, marks.window_ends_with_request))
+    return known
+
+
+def test_what_a_first_batch_says_of_its_request() -> None:
+    assert ahead(WindowMarks(), [1, 2, 3], 2) == [(1, False), (1, True), (1, False)]
+    counted = [MicroBatch(0, False, micro_batches=2), MicroBatch(0, True), MicroBatch(0, False), MicroBatch(0, True)]
+    assert ahead(WindowMarks(), [*counted], 2) == [(2, False), (None, True)]
+    marked = [MicroBatch(0, False, False), MicroBatch(0, True, True), MicroBatch(0, True, False)]
+    assert ahead(WindowMarks(), [*marked], 1) == [(None, None), (1, False)]

@@ -23,6 +23,8 @@ def test_defaults() -> None:
         "normalization": "mean",
         "incomplete_window": "step",
         "log_metrics": True,
+        "rank_agreement": True,
+        "rank_dependent_parameters": False,
         "overflow": overflow,
     }
 

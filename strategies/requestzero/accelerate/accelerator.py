@@ -21,6 +21,7 @@ from requestzero.accelerate.clipping import check_parameters
 from requestzero.accelerate.engine import RequestZeROEngineWrapper
 from requestzero.accelerate.engine_config import choose_sizes, data_loaders, engine_config
 from requestzero.accelerate.optimizer import RequestZeROOptimizerWrapper
+from requestzero.accelerate.passes import share_passes
 from requestzero.accelerate.plugin import RequestZeROPlugin
 from requestzero.accelerate.process_group import process_group
 from requestzero.accelerate.requests import MicroBatches
@@ -159,6 +160,12 @@ class RequestZeROAccelerator(Accelerator):
         )
         self._schedulers.append(wrapped)
         return wrapped
+
+    @override
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Also let the ranks know of each other's passes over it."""
+        loader = super().prepare_data_loader(*args, **kwargs)
+        return share_passes(loader, lambda: self.engine_wrapper) if self.num_processes > 1 else loader
 
     @contextmanager
     @override

@@ -62,9 +62,10 @@ def pending_norm(engine: RequestZeROEngine, divisor: float | None) -> torch.Tens
     the open request. Collective. (Groups that Muon updates count with their gradients here, and with their updates in
     the step.)
     """
-    engine.end_request()
     if not engine.update_window.is_open:
         return torch.zeros((), device=engine.device)
+    engine.agree_to_step()
+    engine.end_request()
     optimizer = engine.optimizer
     if divisor is None:
         if not optimizer.weigh_window():

@@ -60,6 +60,8 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         """What the next backward's request end was marked as; ``None``: every backward is a request."""
         self.micro_batch_weight: Any = None
         """Weight of the next backward, where a loader has given it."""
+        self.backwards = 0
+        """Since ``prepare``."""
         self._normalization = normalization
         self._steps = steps
         self._tally = WindowTally(engine.update_window)
@@ -106,7 +108,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
 
         Args:
             loss: a scalar.
-            sync_gradients: Accelerate's idea of a window's end; not needed here.
+            sync_gradients: Accelerate's idea of a window's end, which ranks agree on.
             weight: of this micro-batch, for ``normalization="token"``, where its loader gives none; see
                 ``engine.add_weight``.
             **kwargs: for ``engine.backward``; ``scale_wrt_gas=False`` says that the losses of the window were divided
@@ -119,6 +121,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self._note(divided=not kwargs.pop("scale_wrt_gas", True))
         if self._normalization == "token":
             weight = self._take_weight(weight)
+        self._announce(window_end=sync_gradients)
         self.engine.set_gradient_accumulation_boundary(self.request_end is not False)
         self.engine.backward(loss, scale_wrt_gas=False, weight=weight, **kwargs)
 
@@ -137,6 +140,13 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
                 "loader of MicroBatch(inputs, weight=...), one backward for each."
             )
         return loaders if given is None else given
+
+    def _announce(self, window_end: bool) -> None:
+        """Where every backward is a request: it has one micro-batch, and the step follows where Accelerate says so."""
+        self.backwards += 1
+        engine = self.engine
+        if self.request_end is None and not engine.inside_no_sync_ctxt and not engine.update_window.request_open:
+            engine.begin_request(micro_batches=1, window_end=window_end)
 
     def _note(self, divided: bool) -> None:
         tally = self.tally

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from requestzero.accelerate.sources import AUTO
-from requestzero.deepspeed_config import RETAIN_OPTION, Config
+from requestzero.deepspeed_config import OWN_SECTION, RETAIN_OPTION, Config
 from requestzero.overflow_config import OVERFLOW_SECTION
 
 MICRO, GLOBAL = "train_micro_batch_size_per_gpu", "train_batch_size"
@@ -70,6 +70,7 @@ def engine_config(config: Config, sizes: BatchSizes, clipping: float | None) -> 
     zero = config["zero_optimization"]
     saved = {key: config[key] for key in _TOP_LEVEL if key in config}
     retain, overflow = zero.pop(RETAIN_OPTION, None), config.pop(OVERFLOW_SECTION, None)
+    own = config.pop(OWN_SECTION, None)
     config.pop(GLOBAL, None)
     config.update({MICRO: sizes.micro, "gradient_accumulation_steps": 1, "gradient_clipping": clipping or 0.0})
     try:
@@ -86,3 +87,5 @@ def engine_config(config: Config, sizes: BatchSizes, clipping: float | None) -> 
             zero[RETAIN_OPTION] = retain
         if overflow is not None:
             config[OVERFLOW_SECTION] = overflow
+        if own is not None:
+            config[OWN_SECTION] = own

@@ -12,7 +12,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from requestzero.accelerate.launch import NONE, load_named
 from requestzero.accelerate.sources import Source, merge_sources, put
-from requestzero.deepspeed_config import RETAIN_OPTION, Config, load_config
+from requestzero.deepspeed_config import OWN_SECTION, OWN_SECTION_OPTIONS, RETAIN_OPTION, Config, load_config
 from requestzero.nearest import nearest
 from requestzero.overflow_config import overflow_places
 from requestzero.settings import OverflowSettings, RequestZeROSettings
@@ -45,6 +45,7 @@ _OWN_KEYS = {
     "offload_optimizer": "zero_optimization.offload_optimizer.device",
     RETAIN_OPTION: f"zero_optimization.{RETAIN_OPTION}",
     "grad_accum_dtype": "data_types.grad_accum_dtype",
+    **{name: f"{OWN_SECTION}.{name}" for name in OWN_SECTION_OPTIONS},
 }
 
 OWN_OPTIONS = tuple(item.name for item in fields(RequestZeROSettings) if item.name != "incomplete_window")

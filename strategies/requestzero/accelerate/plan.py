@@ -17,7 +17,7 @@ from requestzero.accelerate.options import (
     own_options,
 )
 from requestzero.accelerate.sources import AUTO, Source, look_up, merge_sources, put
-from requestzero.deepspeed_config import RETAIN_OPTION, Config, check_supported, load_config
+from requestzero.deepspeed_config import RETAIN_OPTION, Config, check_supported, load_config, take_own_section
 from requestzero.deepspeed_keys import check_top_level_keys, check_zero_section, wants_offload
 from requestzero.overflow_config import overflow_of
 from requestzero.settings import OverflowSettings, RequestZeROSettings
@@ -109,6 +109,7 @@ def _settings(config: Config, own: OwnOptions, overflow: Config) -> RequestZeROS
         grad_accum_dtype=None if accumulation == AUTO else accumulation,
         normalization=own.normalization,
         log_metrics=own.log_metrics,
+        **take_own_section(dict(config)),
         overflow=OverflowSettings(**{**overflow, **own.overflow.given()}),
     )
     if settings.retain_gpu_grad_partition_until_step and not settings.offload_optimizer:

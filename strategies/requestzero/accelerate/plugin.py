@@ -57,6 +57,8 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         normalization: What the window's sum is divided by: ``"mean"``, ``"sum"`` or ``"token"``.
         overflow: :class:`~requestzero.settings.OverflowSettings` or a mapping of its fields.
         log_metrics: Whether ``accelerator.log`` adds :meth:`metrics`.
+        rank_agreement: Whether the ranks agree on every request.
+        rank_dependent_parameters: Whether parameters may take part on some ranks only.
         options: A YAML or JSON file, a dict or an OmegaConf object with options by their names in
             :class:`~requestzero.settings.RequestZeROSettings`.
 
@@ -77,6 +79,8 @@ class RequestZeROPlugin(DeepSpeedPlugin):
     normalization: str | None = field(default=None)
     overflow: OverflowSettings | Mapping[str, Any] | None = field(default=None)
     log_metrics: bool | None = field(default=None)
+    rank_agreement: bool | None = field(default=None)
+    rank_dependent_parameters: bool | None = field(default=None)
     options: Any = field(default=None)
 
     @override
@@ -111,6 +115,8 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         self.normalization = settings.normalization
         self.overflow = settings.overflow
         self.log_metrics = settings.log_metrics
+        self.rank_agreement = settings.rank_agreement
+        self.rank_dependent_parameters = settings.rank_dependent_parameters
 
     @property
     def settings(self) -> RequestZeROSettings:
@@ -122,6 +128,8 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         """What the engine is told beside the DeepSpeed config; complete once the precision is known."""
         return EngineOptions(
             retain_gpu_grad_partition_until_step=self.settings.retain_gpu_grad_partition_until_step,
+            rank_agreement=self.settings.rank_agreement,
+            rank_dependent_parameters=self.settings.rank_dependent_parameters,
             overflow=take_overflow(copy.deepcopy(self.deepspeed_config)),
         )
 

@@ -54,9 +54,11 @@ class Requests:
 
         Raises:
             RuntimeError: within another request, or before ``prepare``.
+            RankDisagreement: another rank does something else, or an exception has left the block on some rank only.
         """
         wrapper = engine_wrapper(self._accelerator)
-        with wrapper.marking():
+        with wrapper.marking(), wrapper.engine.failing_together():
+            wrapper.engine.begin_request()
             yield
         wrapper.engine.end_request()
 
@@ -107,13 +109,14 @@ class MicroBatches:
 
         Raises:
             RuntimeError: a window is open, another pass goes on, or the loader itself is registered for checkpointing.
+            RankDisagreement: another rank has more batches or fewer, or its loader has raised.
             ValueError: the loader's marks contradict each other or ``requests_per_window``.
         """
         wrapper = engine_wrapper(self.accelerator)
         self._check_start(wrapper)
         per_window = self.requests_per_window or self.accelerator.gradient_accumulation_steps
         marks, gradient_state = WindowMarks(), self.accelerator.gradient_state
-        with wrapper.marking():
+        with wrapper.marking(), wrapper.engine.data_pass():
             try:
                 for batch, state, is_last in _with_last(self.loader, self._snapshot):
                     self._state = state
@@ -127,6 +130,11 @@ class MicroBatches:
                     wrapper.request_end = marks.request_end or is_last
                     wrapper.micro_batch_weight = marks.weight
                     gradient_state._set_sync_gradients(marks.window_end or is_last)
+                    if marks.starts_request and not wrapper.engine.update_window.request_open:
+                        window_end = True if is_last else marks.window_ends_with_request
+                        wrapper.engine.begin_request(
+                            marks.request_id, micro_batches=marks.micro_batches, window_end=window_end
+                        )
                     yield send_to_device(inputs, self.accelerator.device)
             finally:
                 gradient_state._set_sync_gradients(True)

@@ -11,11 +11,14 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
 from requestzero.deepspeed_config import (
+    OWN_SECTION,
+    OWN_SECTION_OPTIONS,
     RETAIN_OPTION,
     Config,
     check_supported,
     load_config,
     merge_configs,
+    take_own_section,
 )
 from requestzero.deepspeed_keys import check_top_level_keys, check_values, check_zero_section, wants_offload
 from requestzero.overflow_config import merged_overflow, overflow_of, overflow_places, overflow_to_config
@@ -130,6 +133,9 @@ def settings_given(settings: RequestZeROSettings, given: Collection[str], user: 
         no_offload: Config = {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
         merge_configs(no_offload, user, ARGUMENTS, source)
     config: Config = {"zero_optimization": zero}
+    own = {name: getattr(settings, name) for name in OWN_SECTION_OPTIONS if name in given}
+    if own:
+        config[OWN_SECTION] = own
     if settings.grad_accum_dtype is not None:
         config["data_types"] = {"grad_accum_dtype": settings.grad_accum_dtype}
     return config
@@ -160,6 +166,7 @@ def effective_settings(config: Config, settings: RequestZeROSettings) -> Request
         grad_accum_dtype=config.get("data_types", {}).get("grad_accum_dtype"),
         normalization=settings.normalization,
         incomplete_window=settings.incomplete_window,
+        **take_own_section(dict(config)),
         log_metrics=settings.log_metrics,
         overflow=OverflowSettings(**{**overflow_of(config, None), **settings.overflow.given()}),
     )

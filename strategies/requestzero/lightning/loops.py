@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
@@ -108,9 +109,29 @@ class WindowEpochLoop(_TrainingEpochLoop):
 
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
-        """Also leave no window open behind the epoch."""
-        super().run(data_fetcher)
+        """Also leave no window open behind the epoch, and tell the other ranks of its end or of an exception in it."""
+        try:
+            super().run(data_fetcher)
+        except Exception as error:  # not an interrupt or a signal, which Lightning sees to
+            _strategy(self.trainer).fail(error)
+            raise
         _strategy(self.trainer).end_epoch()
+
+    @override
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Lightning's collective before every batch, in a wait that ends where ranks wait for different things.
+
+        Lightning's version waits without end and swallows errors; it runs where there has been a signal.
+        """
+        engine = _strategy(self.trainer).engine
+        if engine is None or not engine.agreement.active:
+            super()._broadcast_sigterm_tensor()
+            return
+        device = _strategy(self.trainer).root_device
+        received = torch.tensor([int(getattr(self.trainer, "received_sigterm", False))], device=device)
+        engine.agreement.wait_for_batch(torch.distributed.broadcast(received, src=0, async_op=True), device)
+        if received.item():
+            super()._broadcast_sigterm_tensor()
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -133,6 +154,7 @@ class WindowEpochLoop(_TrainingEpochLoop):
         if self.trainer.should_stop and self.trainer.fit_loop._can_stop_early:
             _strategy(self.trainer).discard_window("training stops before the window's end")
         elif self._num_ready_batches_reached():
+            _strategy(self.trainer).end_data()
             _strategy(self.trainer).discard_window("the epoch ends inside it")
         super().on_advance_end(data_fetcher)
 

@@ -112,6 +112,10 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
             given, as LightningCLI does, one that has its default's value counts as not given.)
         incomplete_window: What happens to an epoch's last, shorter window (automatic optimization).
         log_metrics: Whether the Trainer's loggers get :attr:`logged_metrics` with every update that they log.
+        rank_agreement: Whether ranks agree on every request, so that those that do not do the same raise the same
+            :class:`~requestzero.agreement.errors.RankDisagreement`: a rank that runs out of data, one whose loader,
+            ``training_step`` or callback raises, or whose ``training_step`` returns ``None`` while others' do not.
+        rank_dependent_parameters: Whether parameters may take part on some ranks only.
         **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something under ZeRO 1 and 2. Its
             loss-scale options are another way to write those of ``overflow``.
 
@@ -138,6 +142,8 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         *,
         incomplete_window: str = "step",
         log_metrics: bool = True,
+        rank_agreement: bool = True,
+        rank_dependent_parameters: bool = False,
         **deepspeed_options: Any,
     ) -> None:
         require_supported_deepspeed()
@@ -151,6 +157,8 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
             "overflow": overflow,
             "incomplete_window": incomplete_window,
             "log_metrics": log_metrics,
+            "rank_agreement": rank_agreement,
+            "rank_dependent_parameters": rank_dependent_parameters,
         }
         init, args, kwargs = self._call
         del self._call
@@ -164,6 +172,8 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         self.marks = WindowMarks()
         self._update_applied: bool | None = None
         self._discarded = False  # by us, since the current batch was taken
+        self._failed = False
+        self._data_ended = False  # the other ranks know
         self._told_division = False
         self._weight: Any = None  # of the current batch, until its backward
         self._counts = dict.fromkeys(_COUNTERS, 0)
@@ -384,6 +394,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
             checks.check_training_step(trainer.lightning_module)
             self.marks, self._update_applied, self._discarded = WindowMarks(), None, False
             self._logged = {}
+            self._failed = self._data_ended = False
             take_over_loops(trainer)
             self._apply_layer_sync()
             self._gate = CheckpointGate(trainer.checkpoint_callbacks, lambda: self.window_open)
@@ -542,7 +553,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return unwrap(batch)
-        self._update_applied = self._discarded = False
+        self._update_applied = self._discarded = self._data_ended = False
         if batch is None:
             self.marks.skip()
             self._weight = None
@@ -551,7 +562,39 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
             checks.check_scheduler_frequency(self.lr_scheduler_configs)
         inputs = self.marks.take(batch, trainer.accumulate_grad_batches)
         self._weight = self.marks.weight
+        self._announce()
         return inputs
+
+    def _announce(self) -> None:
+        """Tell the engine of a request at its first batch, so that ranks agree while the forward runs."""
+        assert self.engine is not None
+        if self.marks.starts_request and not self.engine.update_window.request_open:
+            micro_batches = self.marks.micro_batches if self._automatic else None
+            window_end = self.marks.window_ends_with_request if self._automatic else None
+            self.engine.begin_request(self.marks.request_id, micro_batches=micro_batches, window_end=window_end)
+
+    def end_data(self) -> None:
+        """The epoch has no more batches for this rank. Collective; once per epoch."""
+        if self.engine is not None and not self._data_ended:
+            self._data_ended = True
+            self.engine.end_data()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of an exception that ends the fit on this rank.
+
+        Raises:
+            RankDisagreement: unless all ranks have failed alike.
+        """
+        if self.engine is not None and not self._failed:
+            self._failed = True
+            self.engine.fail(error)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Also tell the other ranks of what was raised outside the training loop."""
+        if isinstance(exception, Exception):
+            self.fail(exception)
+        super().on_exception(exception)
 
     @contextmanager
     @override
@@ -632,6 +675,8 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
 
     def end_epoch(self) -> None:
         """Discard a window that the epoch has left open, and say so."""
+        self.end_data()
+        self._data_ended = False
         self.discard_window("the epoch was left inside it")
         self.marks.end_epoch()
 
@@ -665,6 +710,8 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         Raises:
             RuntimeError: an update window is open.
         """
+        if self.engine is not None:
+            self.engine.agreement.check()
         self._close_window_before_save()
         checkpoint = {**checkpoint, _RANDOM_STATES: rng.collect(self.root_device)}
         super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -45,6 +45,8 @@ class BucketSum(WindowedOptimizer):
     def _packs_buckets(self) -> bool:
         """Whether reduction begins when all gradients are there, and nothing but the bucket is read after it."""
         at_the_end = not self.partition_gradients and not self.overlap_comm and self.contiguous_gradients
+        if self.rank_dependent_parameters:
+            return False  # zeros for absent gradients come in later
         return at_the_end and not self.has_moe_layers and len(self._taken_groups) == len(self.group_indices)
 
     @cached_property
@@ -140,7 +142,7 @@ class BucketSum(WindowedOptimizer):
             return
         if self.gradient_average:
             tensor.div_(dist.get_world_size(group=self.dp_process_group))
-        dist.all_reduce(tensor, group=self.dp_process_group)
+        self.comm.all_reduce(tensor, group=self.dp_process_group)
 
     @property
     def _all_reduces(self) -> bool:
@@ -190,6 +192,7 @@ class BucketSum(WindowedOptimizer):
         bucket = self.ipg_buckets[comm_dtype]
         if bucket.elements + size > self.reduce_bucket_size:
             self._pack(bucket)
+            self.arriving = self.get_param_id(param)
             self.reduce_ipg_grads(comm_dtype)
         if size > 0:
             self.look_at_gradient(param)

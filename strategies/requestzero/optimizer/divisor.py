@@ -93,6 +93,7 @@ class WindowDivisor(WindowedOptimizer):
         device = get_accelerator().current_device_name()
         entries = torch.zeros(DIVISOR_ENTRIES, dtype=get_norm_dtype(), device=device)
         self.put_divisor(entries)
-        dist.all_reduce(entries, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        self.comm.all_reduce(entries, op=dist.ReduceOp.SUM, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=entries, op=dist.ReduceOp.SUM)
+        self.agreement.wait_for_device(entries.device)
         self.take_divisor(entries.tolist())

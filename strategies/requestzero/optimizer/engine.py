@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION, DeepSpeedEngin
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from typing_extensions import override
 
+from requestzero.agreement.agreement import Agreement
+from requestzero.agreement.joining import join
 from requestzero.engine_options import EngineOptions
 from requestzero.normalization import check_normalization
 from requestzero.optimizer import overflow_policy as policy
@@ -30,7 +33,9 @@ _SKIPS_IN_CHECKPOINT = "requestzero_skips"
 class RequestZeROEngine(DeepSpeedEngine):
     """``DeepSpeedEngine`` for update windows of several requests; built by :func:`requestzero.initialize`.
 
-    Written for DeepSpeed 0.19.8. All ranks must run the same number of backwards over the same parameters.
+    Written for DeepSpeed 0.19.8. All ranks run the same number of backwards over the same parameters; where they do
+    not, and unless ``rank_agreement`` is off, all of them raise
+    :class:`~requestzero.agreement.errors.RankDisagreement`, after which the engine refuses to go on.
     """
 
     optimizer: RequestZeROOptimizer
@@ -42,6 +47,11 @@ class RequestZeROEngine(DeepSpeedEngine):
         super().__init__(*args, **kwargs)
 
     # --- windows ----------------------------------------------------------------------------------------------------
+
+    @property
+    def agreement(self) -> Agreement:
+        """What the data-parallel ranks agree on; nothing where there is one, or ``rank_agreement`` is off."""
+        return self.optimizer.agreement
 
     @property
     def update_window(self) -> UpdateWindow:
@@ -114,7 +124,9 @@ class RequestZeROEngine(DeepSpeedEngine):
     ) -> None:
         """Say what comes next, before a request's first backward: its name, and what is known of it.
 
-        Optional: a backward without it begins a request without a name.
+        Optional: a backward without it begins a request without a name. All ranks announce the same, which they agree
+        on while the forward runs; what is not announced has to be agreed on when it happens. To be called on all ranks,
+        or on none.
 
         Args:
             request_id: name of the request in messages and logs.
@@ -122,14 +134,84 @@ class RequestZeROEngine(DeepSpeedEngine):
             window_end: whether a step follows the request.
 
         Raises:
+            ValueError: ``micro_batches`` is not a whole number above 0.
             RuntimeError: the request before it is still open.
+            RankDisagreement: here, or where the answer is waited for: the ranks do not do the same.
         """
+        self.agreement.check()
+        if micro_batches is not None and (type(micro_batches) is not int or micro_batches < 1):
+            raise ValueError(
+                f"begin_request(micro_batches={micro_batches!r}) is not allowed: use a whole number above 0, the same "
+                "on all ranks, or leave it out."
+            )
         if self.update_window.request_open:
-            raise RuntimeError(
+            error = RuntimeError(
                 f"begin_request({request_id!r}) while the request before it is open: end it first, with "
                 "set_gradient_accumulation_boundary(True) before its last backward, or with end_request()."
             )
+            self.fail(error)
+            raise error
         self.update_window.begin_request(request_id)
+        self.agreement.begin_request(request_id, micro_batches, window_end)
+
+    def skip_micro_batch(self, reason: str, request_end: bool = True) -> None:
+        """Run no backward for the next micro-batch. To be called on all ranks (collective).
+
+        Args:
+            reason: why, for the other ranks.
+            request_end: whether its request ends with it.
+
+        Raises:
+            RankDisagreement: another rank does run it.
+        """
+        self.agreement.skip_micro_batch(reason, request_end)
+        if request_end:
+            self.end_request()
+
+    def end_data(self) -> None:
+        """There is no more data, or no more of an epoch. To be called on all ranks (collective).
+
+        Raises:
+            RankDisagreement: another rank has more.
+        """
+        self.agreement.end_of_data()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot go on, from wherever it is: between backwards, in a forward.
+
+        Returns where all ranks fail with an error of the same type at the same place; then raise your own. A rank that
+        is at work is waited for, up to 10 seconds.
+
+        Raises:
+            RankDisagreement: on all ranks, with the text of ``error``.
+        """
+        self.agreement.fail(error)
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """An exception that leaves the block ends the training of all ranks: see :meth:`fail`.
+
+        Not what ends a process or a generator (``KeyboardInterrupt``, ``SystemExit``, ``GeneratorExit``).
+        """
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    @contextmanager
+    def data_pass(self) -> Iterator[None]:
+        """A pass over this rank's data, such as an epoch: its end, and what is raised in it, concern all ranks.
+
+        At the block's end comes :meth:`end_data`, on an exception :meth:`fail`, both of which see a rank that is left
+        alone. Leaving the block otherwise (``break``, ``return``) is not noticed as an end.
+
+        Raises:
+            RankDisagreement: another rank has more data, or has failed.
+        """
+        with self.failing_together():
+            yield
+        self.end_data()
 
     def end_request(self) -> None:
         """End the open request after its last backward has already run.
@@ -141,8 +223,10 @@ class RequestZeROEngine(DeepSpeedEngine):
         Raises:
             RuntimeError: inside ``no_sync()`` or ``coalesce_grad_reduction()``.
         """
+        self.agreement.check()
         if self.inside_no_sync_ctxt:
             raise RuntimeError("end_request() inside no_sync() or coalesce_grad_reduction(): call it after the block.")
+        self.agreement.end_request()
         if not self.update_window.request_open:
             return
         if self.zero_optimization_partition_gradients():
@@ -165,6 +249,7 @@ class RequestZeROEngine(DeepSpeedEngine):
         if self.options.overflow.on_overflow == "raise":
             self.optimizer.note_request_end()
         elif self.options.overflow.on_overflow == "drop_request":
+            self.agreement.before_judgement()
             dropped = self.optimizer.judge_request()
             if dropped is not None:
                 self._skips.dropped_requests += 1
@@ -235,6 +320,7 @@ class RequestZeROEngine(DeepSpeedEngine):
         Raises:
             ValueError: a divisor or normalization that is not allowed, both of them, or a normalization although
                 DeepSpeed divides by its ``gradient_accumulation_steps``.
+            RankDisagreement: another rank does not step here.
             RuntimeError: on all ranks, if they give different divisors (seen where ``step`` reads the norm: not with
                 ``compute_grad_norm: false``, nor with the overflow check and clipping off); or a divisor is given while
                 a request is open that may yet be dropped. With ``"token"`` if a micro-batch has no weight or more than
@@ -250,6 +336,7 @@ class RequestZeROEngine(DeepSpeedEngine):
                 self.optimizer.discard_window()  # an interrupted backward may have left something behind
                 self._step_applied = False
                 return
+            self.agree_to_step()
             self.end_request()
             window, scale = self.update_window, self.current_loss_scale()
             if not self._choose_divisor(divisor, normalization):
@@ -329,11 +416,20 @@ class RequestZeROEngine(DeepSpeedEngine):
         self._step_applied = False
         self._global_grad_norm = self.optimizer._global_grad_norm = torch.zeros((), device=self.device)
 
+    def agree_to_step(self) -> None:
+        """The window's collectives of a step come next, on all ranks (collective, unless it was announced).
+
+        Raises:
+            RankDisagreement: another rank does something else.
+        """
+        self.agreement.before_step(bool(self.optimizer.compute_grad_norm))
+
     @override
     def _backward_prologue(self) -> None:
         """Also start the count of gradient hooks anew, as a forward does: there may have been two before this."""
         if self.optimizer._backward_active_depth == 0:
             self.optimizer.clear_backward_seen_flag()
+            self.agreement.begin_backward(last=self.is_gradient_accumulation_boundary())
         super()._backward_prologue()
 
     @override
@@ -341,6 +437,7 @@ class RequestZeROEngine(DeepSpeedEngine):
         """Also count the micro-batch: this runs once per backward, whichever way it was started."""
         self.update_window.begin_micro_batch()
         super()._backward_epilogue()
+        self.agreement.end_micro_batch(not self.update_window.request_open)
         self._judge_request()
 
     @override
@@ -377,11 +474,14 @@ class RequestZeROEngine(DeepSpeedEngine):
             retain_gpu_grad_partition_until_step=self.options.retain_gpu_grad_partition_until_step,
             records_origin=self.options.overflow.on_overflow == "raise",
             drops_requests=self.options.overflow.on_overflow == "drop_request",
+            rank_dependent_parameters=self.options.rank_dependent_parameters,
         )
         with replaced(deepspeed_engine, "DeepSpeedZeroOptimizer", wanted):
             built = super()._configure_zero_optimizer(optimizer)
         if self.options.overflow.check_grad_overflow is not None and not self.bfloat16_enabled():
             built.check_grad_overflow = self.options.overflow.check_grad_overflow or self.fp16_enabled()
+        if self.options.rank_agreement:
+            join(built)
         return built
 
     @property
@@ -401,6 +501,14 @@ class RequestZeROEngine(DeepSpeedEngine):
     def communication_data_type(self, value: torch.dtype) -> None:
         self._config.communication_data_type = value
 
+    @override
+    def destroy(self) -> None:
+        """Also leave the agreement of ranks."""
+        # At the interpreter's end the store may be gone, and would be waited for.
+        if isinstance(getattr(self, "optimizer", None), RequestZeROOptimizer) and not sys.is_finalizing():
+            self.agreement.close()
+        super().destroy()
+
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     @override
@@ -416,7 +524,9 @@ class RequestZeROEngine(DeepSpeedEngine):
 
         Raises:
             RuntimeError: the window is open; its gradients would be missing from the checkpoint.
+            RankDisagreement: the ranks have disagreed before.
         """
+        self.agreement.check()
         if self.update_window.is_open:
             raise RuntimeError(
                 f"save_checkpoint() with an open update window ({self.update_window.micro_batches} micro-batches "

@@ -162,7 +162,9 @@ class WindowNorm(WindowDivisor):
             RuntimeError: on all ranks, if their divisors or weights make no divisor.
         """
         groups = len(self.group_indices)
-        sums = self._reduce_sums().tolist()
+        reduced = self._reduce_sums()
+        self.agreement.wait_for_device(reduced.device)
+        sums = reduced.tolist()
         unused = sums[groups]
         if unused:
             raise AssertionError(
@@ -176,7 +178,9 @@ class WindowNorm(WindowDivisor):
 
     def read_squares(self) -> list[float]:
         """Squared norm of every group's sum as it is now, over all ranks (collective, one host read)."""
-        return list(self._reduce_sums()[: len(self.group_indices)].tolist())
+        sums = self._reduce_sums()
+        self.agreement.wait_for_device(sums.device)
+        return list(sums[: len(self.group_indices)].tolist())
 
     def _reduce_sums(self) -> torch.Tensor:
         """Summed over ranks, on the device: every group's squared norm, then what all ranks have to agree on.
@@ -191,7 +195,7 @@ class WindowNorm(WindowDivisor):
         if self.cpu_offload and not self.ignore_unused_parameters:
             sums[groups] = len(self._unused_parameters())
         self.put_divisor(sums, groups + 1)
-        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        self.comm.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=sums, op=dist.ReduceOp.SUM)
         if self.has_moe_layers:
             norms = list(sums[:groups].sqrt().to(self.device))

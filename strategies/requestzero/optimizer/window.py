@@ -109,6 +109,11 @@ class UpdateWindow:
         del self.request_ids[self.requests :]  # one that was announced and never came
         self.request_ids.append(request_id)
 
+    def successor(self) -> UpdateWindow:
+        """A clean window. It keeps the name of a request that was announced and has not begun."""
+        ahead = [] if self.request_open else self.request_ids[self.requests :]
+        return UpdateWindow(request_ids=ahead)
+
     def begin_micro_batch(self) -> None:
         """Count one backward, which begins a request without a name where none was announced."""
         if not self.request_open and len(self.request_ids) == self.requests:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from requestzero.agreement.agreement import Agreement
 from requestzero.optimizer.window import UpdateWindow
 
 
@@ -18,9 +20,16 @@ class WindowedOptimizer(DeepSpeedZeroOptimizer):
     params_already_reduced: list[bool]
     _global_grad_norm: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rank_dependent_parameters: bool = False, **kwargs: Any) -> None:
         # Before super(), whose constructor calls methods that are overridden here.
         self.window = UpdateWindow()
+        self.agreement = Agreement()
+        self.comm: Any = dist
+        """``deepspeed.comm``, or what stands for it in this optimizer's own collectives."""
+        self.rank_dependent_parameters = rank_dependent_parameters
+        """Whether gradients are reduced in one fixed order, with zeros for those that this rank does not have."""
+        self.arriving: int | None = None
+        """DeepSpeed's number of the parameter whose gradient comes into a bucket next."""
         self.peak_grad_partition_bytes = 0
         super().__init__(*args, **kwargs)
 

@@ -8,15 +8,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
+from requestzero.optimizer.agreed import AgreedReduction
 from requestzero.optimizer.device_sum import DeviceSum
 from requestzero.optimizer.grad_norm import WindowNorm
 from requestzero.optimizer.host_sum import HostSum
 from requestzero.optimizer.overflow_origin import OverflowOrigin
 from requestzero.optimizer.request_backup import RequestBackup
-from requestzero.optimizer.window import UpdateWindow
 
 
-class RequestZeROOptimizer(RequestBackup, OverflowOrigin, HostSum, DeviceSum, WindowNorm):
+class RequestZeROOptimizer(AgreedReduction, RequestBackup, OverflowOrigin, HostSum, DeviceSum, WindowNorm):
     """DeepSpeed's ZeRO-1/2 optimizer, whose step applies the sum of every request of an update window, exactly.
 
     A window is all backwards between two steps; it starts clean whatever ended the one before it (a step, a skipped
@@ -24,8 +24,7 @@ class RequestZeROOptimizer(RequestBackup, OverflowOrigin, HostSum, DeviceSum, Wi
     all of them (a zero gradient then).
 
     Built by :class:`~requestzero.optimizer.engine.RequestZeROEngine`, which counts micro-batches and requests. It does
-    not make data-parallel ranks agree on their number of backwards, does not save the gradients of an open window, and
-    leaves ZenFlow, ZeRO-3 and pipelines to DeepSpeed.
+    not save the gradients of an open window, and leaves ZenFlow, ZeRO-3 and pipelines to DeepSpeed.
     """
 
     @override
@@ -99,7 +98,7 @@ class RequestZeROOptimizer(RequestBackup, OverflowOrigin, HostSum, DeviceSum, Wi
         self._abandon_reduction()
         self.forget_norms()
         self.forget_good_end()
-        self.window = UpdateWindow()
+        self.window = self.window.successor()
 
     def _abandon_reduction(self) -> None:
         """Empty the buckets and the backward's state, in case an exception has interrupted a backward."""
