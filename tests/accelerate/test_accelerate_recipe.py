@@ -223,3 +223,21 @@ def test_the_configuration_is_typed() -> None:
     with pytest.raises(Exception, match="not-a-number"):
         composed("trainer.max_steps=not-a-number")
     assert OmegaConf.is_struct(composed())
+
+
+def last_losses(two_ranks: RankGroup, folder: Path, data: list[str], normalization: str) -> list[float]:
+    """After four updates on the same requests, cut into small and into large micro-batches."""
+    found = []
+    for budget in (48, 160):
+        settings = [f"data.tokens_per_micro_batch={budget}", f"zero.normalization={normalization}", *data]
+        (summary, _), _ = two_ranks.run(train_and_stay, str(folder / f"{normalization}-{budget}"), *settings)
+        found.append(summary.last_loss)
+    return found
+
+
+def test_only_by_token_the_budget_does_not_matter(two_ranks: RankGroup, tmp_path: Path, data: list[str]) -> None:
+    first, second = last_losses(two_ranks, tmp_path, data, "token")
+    assert first == pytest.approx(second, rel=1e-5)
+    first, second = last_losses(two_ranks, tmp_path, data, "mean")
+    assert first != pytest.approx(second, rel=1e-4)
+    assert composed().zero.normalization == "token"

@@ -105,6 +105,7 @@ def test_the_demo_is_what_it_says() -> None:
     with initialize_config_module("requestzero.configs", version_base="1.3"):
         cfg = compose("lightning_sft")
     assert (cfg.zero.stage, cfg.zero.offload_optimizer, cfg.zero.grad_accum_dtype) == (2, True, "fp32")
+    assert cfg.zero.normalization == "token"
     assert cfg.precision.mode == "bf16-true"
     tokenizer = build_tokenizer(cfg.model)
     loader = build_loader(cfg, build_data(cfg, tokenizer, world_size=2), tokenizer)
