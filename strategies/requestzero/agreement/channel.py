@@ -16,20 +16,21 @@ class Round:
 
     Args:
         statement: this rank's.
-        bounds: int64, twice as many as a statement has numbers; used until the work is done.
+        buffer: int64, twice as many as a statement has numbers; used until the work is done.
+        bounds: the same memory, for NumPy.
         group: of the ranks.
     """
 
-    def __init__(self, statement: Statement, bounds: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, statement: Statement, buffer: torch.Tensor, bounds: Any, group: dist.ProcessGroup) -> None:
         self.statement = statement
-        self._bounds = bounds.numpy()  # the same memory
+        self._bounds = bounds
         numbers = statement.numbers()
         self._bounds[:] = numbers + [-number for number in numbers]
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        # Straight to gloo, past PyTorch's dispatcher: this happens in the middle of training.
+        # Straight to gloo, past PyTorch's dispatcher and without a new tensor: this happens in the middle of training.
         backend: Any = group._get_backend(torch.device("cpu"))
-        self.work = backend.allreduce([bounds], options)
+        self.work = backend.allreduce([buffer], options)
 
     def agreed(self) -> bool:
         """Whether all ranks have stated the same; once the work is done."""
@@ -47,9 +48,10 @@ class Channel:
         self._group: dist.ProcessGroup | None = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
         self.rank, self.world_size = dist.get_rank(self._group), len(ranks)
         self.name = f"requestzero/{ranks[0]}/{self._group.group_name}"
-        self._bounds = torch.zeros(2 * NUMBERS, dtype=torch.int64)
+        self._buffer = torch.zeros(2 * NUMBERS, dtype=torch.int64)
+        self._bounds = self._buffer.numpy()
         # A rank that left at once would end connections that another is still making.
-        dist.all_reduce(self._bounds, group=self._group)
+        dist.all_reduce(self._buffer, group=self._group)
         self.rounds = 0
         """Agreements so far; for measuring."""
 
@@ -62,7 +64,7 @@ class Channel:
         """Begin to agree, once what was begun before is done. Every rank's first, second, ... call belong together."""
         assert self._group is not None, "the engine has been destroyed"
         self.rounds += 1
-        return Round(statement, self._bounds, self._group)
+        return Round(statement, self._buffer, self._bounds, self._group)
 
     def close(self) -> None:
         """Leave the group. A round under way would keep its threads waiting."""
