@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 
 from requestzero.planning.budget import Budget
 from requestzero.planning.request_bins import Bin, RequestBins
@@ -15,6 +15,8 @@ EVEN = 1.005
 ACCEPTABLE = 1.03
 """The same for moves that make a request's heaviest micro-batch heavier, for which the other ranks wait."""
 _TARGETS = 4
+_TARGETS_IN_FULL = 64
+"""Ranks that are tried in a full search."""
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ def rebalance(
     """Move sequences, within their requests, until the ranks' loads are even or nothing helps.
 
     First only where no micro-batch becomes heavier than its request's heaviest, so that no rank waits longer; then,
-    where that does not suffice, up to the budget.
+    where that does not suffice, up to the budget; then, which is rare, with a look at every sequence.
 
     Args:
         requests: of the window.
@@ -65,8 +67,10 @@ def rebalance(
         The new ``loads``.
     """
     heaviest = [request.bins[0].load for request in requests]
-    for goal, limits in ((EVEN, heaviest), (ACCEPTABLE, [float("inf")] * len(requests))):
-        _move_until(goal, limits, requests, shares, loads, budget)
+    unlimited = [float("inf")] * len(requests)
+    _move_until(EVEN, heaviest, requests, shares, loads, budget)
+    _move_until(ACCEPTABLE, unlimited, requests, shares, loads, budget)
+    _move_until(ACCEPTABLE, unlimited, requests, shares, loads, budget, in_full=True)
     return loads
 
 
@@ -77,15 +81,17 @@ def _move_until(
     shares: Shares,
     loads: list[tuple[float, int]],
     budget: Budget,
+    in_full: bool = False,
 ) -> None:
     total = sum(load for load, _ in loads)
     for _ in range(4 * len(loads) + 16):
         busiest, rank = loads[-1]
         if busiest * len(loads) <= goal * total:
             return
-        for load, other in loads[:-1][:_TARGETS]:
+        for load, other in loads[:-1][: _TARGETS_IN_FULL if in_full else _TARGETS]:
             gap = busiest - load
-            moves = chain(_swaps(rank, other, gap, shares), _moves(rank, other, gap, limits, requests, shares, budget))
+            sequences = _moves(rank, other, gap, limits, requests, shares, budget, in_full)
+            moves = chain(_swaps(rank, other, gap, shares), sequences)
             best = min(moves, key=lambda move: max(gap - move.less, move.more), default=None)
             if best is not None:
                 break
@@ -118,6 +124,7 @@ def _moves(
     requests: list[RequestBins],
     shares: Shares,
     budget: Budget,
+    in_full: bool,
 ) -> Iterator[_Move]:
     """Sequences that go to ``other``, alone or for a shorter one in return, so that both carry less than ``rank`` does.
 
@@ -126,26 +133,36 @@ def _moves(
     for request, share, limit in zip(requests, shares, limits, strict=True):
         if rank not in share or other not in share:
             continue
-        source = max(share[rank], key=lambda item: (len(item.rows) > 1, item.load))
-        target = min(share[other], key=lambda item: item.load)
-        for row, back in _candidates(request, source, target, gap, budget):
-            move = _exchange(request, source, target, row, back, budget)
-            fits = move.target_load <= limit and budget.allows(request.lengths_of(move.target_rows))
-            if fits and move.less > 0 and move.more < gap:
-                yield move
+        for source, target in _pairs(share[rank], share[other], in_full):
+            for row, back in _candidates(request, source, target, gap, budget, in_full):
+                move = _exchange(request, source, target, row, back, budget)
+                fits = move.target_load <= limit and budget.allows(request.lengths_of(move.target_rows))
+                if fits and move.less > 0 and move.more < gap:
+                    yield move
+
+
+def _pairs(given: list[Bin], taken: list[Bin], in_full: bool) -> Iterable[tuple[Bin, Bin]]:
+    """Micro-batches to give from and to take into."""
+    if in_full:
+        return product(given, taken)
+    source = max(given, key=lambda item: (len(item.rows) > 1, item.load))
+    return [(source, min(taken, key=lambda item: item.load))]
 
 
 def _candidates(
-    request: RequestBins, source: Bin, target: Bin, gap: float, budget: Budget
+    request: RequestBins, source: Bin, target: Bin, gap: float, budget: Budget, in_full: bool
 ) -> Iterator[tuple[int, int | None]]:
-    """A few rows worth trying, and what to give in return: what moves half of the gap, and the extremes."""
+    """A few rows worth trying, and what to give in return: what moves half of the gap, and the extremes.
+
+    In full: every row, with what comes nearest to half of the gap.
+    """
     costs = [budget.row_cost(length) for length in request.lengths_of(source.rows)]
     if len(costs) > 1:
         near = _first_at_most(costs, gap / 2)
-        for place in {0, len(costs) - 1, near, max(near - 1, 0)}:
+        for place in range(len(costs)) if in_full else {0, len(costs) - 1, near, max(near - 1, 0)}:
             yield source.rows[place], None
     returned = [budget.row_cost(length) for length in request.lengths_of(target.rows)]
-    for place in {0, len(costs) // 2}:
+    for place in range(len(costs)) if in_full else {0, len(costs) // 2}:
         near = _first_at_most(returned, costs[place] - gap / 2)
         for back in {near, max(near - 1, 0)}:
             yield source.rows[place], target.rows[back]
