@@ -100,7 +100,7 @@ class Agreement:
     def fail(self, error: BaseException) -> None:
         """This rank cannot go on. Returns if no rank can, for the same reason."""
 
-    def wait_for_batch(self, work: Work, device: torch.device) -> None:
+    def wait_for_batch(self, work: torch.distributed.Work, device: torch.device) -> None:
         """A training loop's own collective before a batch is under way. Only where :attr:`active`."""
 
     def wait_for_device(self, device: torch.device) -> None:
@@ -269,10 +269,13 @@ class RankAgreement(Agreement):
         """Wait for a collective of the backward or step at hand."""
         self._watch.wait(work, lambda: self._account(self._waiting_in()))
 
-    def wait_for_batch(self, work: Work, device: torch.device) -> None:
+    def wait_for_batch(self, work: torch.distributed.Work, device: torch.device) -> None:
         self._waiting_in = self._next_batch
-        self.wait(work)
-        self.wait_for_device(device)
+        if device.type == "cpu":
+            self.wait(work)
+        else:
+            work.wait()  # of the device's stream; given a time, NCCL aborts its communicator when that is over
+            self.wait_for_device(device)
 
     def wait_for_device(self, device: torch.device) -> None:
         if device.type != "cpu":
@@ -288,6 +291,7 @@ class RankAgreement(Agreement):
         account = Account.of(statement)
         if self._round is not None:
             self._say(self._round, account)
+            self._round = None
         self._say(self._channel.state(statement), account)
 
     def _say(self, agreed: Round, account: Account) -> None:

@@ -78,10 +78,13 @@ class Watch:
     def _arrived(self, work: Work) -> bool:
         try:
             work.wait(_LOOK_EVERY)
-        except RuntimeError as error:
-            if work.is_completed():  # it has failed; otherwise only the wait has ended
+        except RuntimeError:
+            if not work.is_completed():  # only the wait has ended
+                return False
+            try:
+                work.wait(_LOOK_EVERY)  # it may have come to its end just after the wait
+            except RuntimeError as error:
                 self._lost(error)
-            return False
         return True
 
     def _look(

@@ -1,0 +1,75 @@
+"""Waits of one rank, without others: when they end, when they are given up, when no time is set for them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from requestzero.agreement import agreement
+from requestzero.agreement.errors import RankDisagreement
+from requestzero.agreement.statement import Account
+from requestzero.agreement.watch import Watch
+from requestzero.optimizer.bucket_sum import BucketSum
+
+
+class Work:
+    """Done, and was not when it was waited for first: the wait ended just before it; or it has failed."""
+
+    def __init__(self, failed: bool = False) -> None:
+        self.failed = failed
+        self.waits: list[timedelta | None] = []
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.waits.append(timeout)
+        if self.failed or len(self.waits) == 1:
+            raise RuntimeError("Connection reset" if self.failed else "Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def nothing() -> Account:
+    raise AssertionError("nothing has to be published")
+
+
+def watch() -> Watch:
+    board: Any = SimpleNamespace(
+        wait_for_verdict=lambda seconds: None,
+        accounts=lambda: [None],
+        decide=lambda text: text,
+        acknowledge=lambda: None,
+        all_know=lambda: True,
+    )
+    return Watch(board, rank=0)
+
+
+def test_what_ends_just_after_a_look_has_not_failed() -> None:
+    work = Work()
+    assert watch().wait(work, nothing)
+    assert len(work.waits) == 2
+    with pytest.raises(RankDisagreement, match=r"connection to a data-parallel rank was lost \(Connection reset\)"):
+        watch().wait(Work(failed=True), nothing)
+
+
+def test_a_device_s_collective_is_waited_for_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes a time that is over for a failure of its communicator."""
+    queued = Work()
+    monkeypatch.setattr(agreement, "QueuedWork", lambda: queued)
+    waits: Any = agreement.RankAgreement(SimpleNamespace(), watch(), SimpleNamespace, str)  # type: ignore[arg-type]
+    collective: Any = SimpleNamespace(timeouts=[])
+    collective.wait = lambda *timeout: collective.timeouts.append(timeout)
+    waits.wait_for_batch(collective, torch.device("cuda"))
+    assert collective.timeouts == [()]
+    assert queued.waits
+    on_cpu = Work()
+    waits.wait_for_batch(on_cpu, torch.device("cpu"))
+    assert None not in on_cpu.waits
+
+
+def test_an_empty_bucket_is_not_reduced() -> None:
+    """With its optimizer's collectives out of reach."""
+    BucketSum.average_tensor(SimpleNamespace(), torch.empty(0), torch.float32)  # type: ignore[arg-type]
