@@ -136,6 +136,8 @@ class BucketSum(WindowedOptimizer):
 
         DeepSpeed copies what goes to each rank out of the bucket, reduces the copy and copies it back.
         """
+        if not tensor.numel():
+            return  # a bucket that nothing is in; as in DeepSpeed, no collective
         self._wait_for_partitions(self.reduction_stream if self.overlap_comm else get_accelerator().current_stream())
         if not (self._packs_buckets and self._keeps_reduced_values(communication_data_type) and self._all_reduces):
             super().average_tensor(tensor, communication_data_type)
