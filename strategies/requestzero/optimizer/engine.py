@@ -446,6 +446,7 @@ class RequestZeROEngine(DeepSpeedEngine):
         """Also see to the end of the request, which is that of the block."""
         with super().coalesce_grad_reduction():
             yield
+        self.agreement.end_request()
         self._judge_request()
 
     @override
