@@ -288,6 +288,8 @@ def test_missing_config_file() -> None:
 def test_unknown_option() -> None:
     with pytest.raises(TypeError, match=r"has no option 'overlap_com': .* Did you mean 'overlap_comm'\?"):
         RequestZeRO(overlap_com=True)
+    with pytest.raises(TypeError, match=r"its own \(.*rank_agreement.*\).* Did you mean 'rank_agreement'\?"):
+        RequestZeRO(rank_agrement=False)
 
 
 def another(value: Any) -> Any:

@@ -16,17 +16,7 @@ from requestzero.deepspeed_keys import BUCKET_SIZES, check_bucket_size
 from requestzero.nearest import nearest
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 
-OWN_OPTIONS = (
-    "stage",
-    "offload_optimizer",
-    "retain_gpu_grad_partition_until_step",
-    "grad_accum_dtype",
-    "normalization",
-    "overflow",
-    "config",
-    "incomplete_window",
-    "log_metrics",
-)
+OWN_OPTIONS = (*(item.name for item in dataclasses.fields(RequestZeROSettings)), "config")
 
 DEFAULTS: dict[str, Any] = {
     name: parameter.default
