@@ -34,7 +34,8 @@ RELIED_ON = {
     ],
     "deepspeed.runtime.zero.stage_1_and_2": [
         "DeepSpeedZeroOptimizer.__init__",
-        "DeepSpeedZeroOptimizer.reduce_ipg_grads",
+        "DeepSpeedZeroOptimizer.allreduce_and_scatter",
+        "DeepSpeedZeroOptimizer.allreduce_no_retain",
         "DeepSpeedZeroOptimizer._add_full_reduction_to_compact_grad_partition",
         "DeepSpeedZeroOptimizer.process_gradients",
         "DeepSpeedZeroOptimizer._use_compact_grad_partition_buffer",
@@ -164,18 +165,8 @@ def overridden() -> dict[str, Any]:
 
 
 def _our_classes() -> list[type]:
-    modules = [
-        "requestzero.optimizer.engine",
-        "requestzero.optimizer.zero_optimizer",
-        "requestzero.optimizer.host_sum",
-        "requestzero.optimizer.device_sum",
-        "requestzero.optimizer.grad_norm",
-        "requestzero.optimizer.divisor",
-        "requestzero.optimizer.windowed",
-        "requestzero.optimizer.overflow_origin",
-        "requestzero.optimizer.request_backup",
-    ]
-    for package in ("requestzero.lightning", "requestzero.accelerate"):
+    modules = []
+    for package in ("requestzero.optimizer", "requestzero.lightning", "requestzero.accelerate"):
         folder = Path(str(importlib.import_module(package).__file__)).parent
         modules += [f"{package}.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"]
     return [
