@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +71,9 @@ def test_accelerate() -> None:
         assert vars(settings).items() >= CHOSEN.items()
     with pytest.raises(ValueError, match=r"requestzero.rank_agreement is False in .* and True in"):
         make_plan({**nothing, "rank_agreement": False, "options": {"rank_agreement": True}}, {})
+    config = {"zero_optimization": {"ignore_unused_parameters": False}, "requestzero": CHOSEN}
+    with pytest.raises(ValueError, match="ignore_unused_parameters=False would see none of them"):
+        RequestZeROPlugin.engine_options.fget(SimpleNamespace(deepspeed_config=config))  # type: ignore[attr-defined]
 
 
 def announce_nonsense() -> str:

@@ -17,7 +17,7 @@ from requestzero.accelerate.launch import launched_precision, precision_config
 from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
 from requestzero.accelerate.sources import AUTO, look_up, places_of
-from requestzero.engine_options import EngineOptions, take_overflow
+from requestzero.engine_options import EngineOptions, take_engine_options
 from requestzero.overflow_config import merged_overflow, overflow_to_config, precision_of
 from requestzero.settings import OverflowSettings, RequestZeROSettings
 from requestzero.versions import require_supported_deepspeed
@@ -126,12 +126,7 @@ class RequestZeROPlugin(DeepSpeedPlugin):
     @property
     def engine_options(self) -> EngineOptions:
         """What the engine is told beside the DeepSpeed config; complete once the precision is known."""
-        return EngineOptions(
-            retain_gpu_grad_partition_until_step=self.settings.retain_gpu_grad_partition_until_step,
-            rank_agreement=self.settings.rank_agreement,
-            rank_dependent_parameters=self.settings.rank_dependent_parameters,
-            overflow=take_overflow(copy.deepcopy(self.deepspeed_config)),
-        )
+        return take_engine_options(copy.deepcopy(self.deepspeed_config))
 
     def requests(self, accelerator: Accelerator) -> Requests:
         """Requests of several micro-batches, and windows of any number of requests, for a loop with ``accelerator``."""
