@@ -177,7 +177,8 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
 
     def _rest_of_epoch(self) -> Iterator[MicroBatch]:
         handed: deque[_Handed] = deque()
-        for inputs, weight in self._loaded(self._plans(handed)):
+        left_over: list[tuple[_Cursor, PlanStatistics]] = []
+        for inputs, weight in self._loaded(self._plans(handed, left_over)):
             now = handed.popleft()
             self._cursor = now.cursor
             if now.statistics is not None:
@@ -185,15 +186,23 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
             plan = now.plan
             name = self.ids[plan.request]
             yield MicroBatch(inputs, plan.request_end, plan.window_end, weight, name, plan.micro_batches)
+        if left_over:
+            self._cursor, statistics = left_over.pop()
+            self.statistics += statistics
 
-    def _plans(self, handed: deque[_Handed]) -> Iterator[MicroBatchPlan]:
-        """This rank's plans from the cursor on; each is noted in ``handed``, since workers run ahead."""
+    def _plans(
+        self, handed: deque[_Handed], left_over: list[tuple[_Cursor, PlanStatistics]]
+    ) -> Iterator[MicroBatchPlan]:
+        """This rank's plans from the cursor on; each is noted in ``handed``, since workers run ahead.
+
+        In ``left_over``: the epoch's end and the last window, where only skipped requests were left for it.
+        """
         rank, world_size = self._ranks()
         epoch, place, done = self._cursor.epoch, self._cursor.place, self._cursor.micro_batches
         for window in self.planner.epoch(epoch, world_size, place):
             count = len(window.plan)
-            if count == 0:  # what was left of the epoch is skipped
-                self.statistics += window.statistics
+            if count == 0:
+                left_over.append((_Cursor(epoch, window.next_place), window.statistics))
             for number, plan in enumerate(window.plan.micro_batches(rank), start=1):
                 if number > done:
                     last = number == count
