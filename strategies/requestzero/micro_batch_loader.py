@@ -68,11 +68,29 @@ class MicroBatchLoader(ABC, Generic[C]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands, the micro-batch last yielded counted as done. The same on every rank."""
-        return asdict(self._cursor)
+        return {**asdict(self._cursor), "split": self._split(), "data": self._fingerprint}
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass continue where ``state_dict`` was taken."""
+
+    @abstractmethod
+    def _split(self) -> dict[str, Any]:
+        """What decides who runs what, beside the requests."""
+
+    @property
+    @abstractmethod
+    def _fingerprint(self) -> str:
+        """Differs where the order of requests would, and between kinds of loaders."""
+
+    def _check_data(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError where the order of requests is another one than that of ``state_dict``."""
+        if state_dict.get("data") != self._fingerprint:
+            raise ValueError(
+                "The loader's state was saved by another kind of loader, or with other requests, another seed or "
+                "another value of shuffle, so its order of requests cannot be continued. Resume with the data and "
+                "settings of that run."
+            )
 
     def _place(self, cursor: C) -> None:
         self._cursor = cursor

@@ -226,8 +226,7 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands, the micro-batch last yielded counted as done. The same on every rank."""
-        statistics = self.statistics.state()
-        return {**super().state_dict(), "split": self._split(), "data": self._fingerprint, "statistics": statistics}
+        return {**super().state_dict(), "statistics": self.statistics.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass continue where ``state_dict`` was taken, with any number of worker processes.
@@ -239,12 +238,8 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
             ValueError: the state is of other requests, another seed or order; or it was taken within a window that
                 was planned with other numbers.
         """
+        self._check_data(state_dict)
         cursor = _Cursor(state_dict["epoch"], state_dict["place"], state_dict["micro_batches"])
-        if state_dict["data"] != self._fingerprint:
-            raise ValueError(
-                "The loader's state was saved with other requests, another seed or another value of shuffle, "
-                "so its order of requests cannot be continued. Resume with the data and settings of that run."
-            )
         if cursor.micro_batches and state_dict["split"] != self._split():
             raise ValueError(
                 f"The loader's state was saved after {cursor.micro_batches} micro-batches of a window that was planned "

@@ -103,10 +103,6 @@ class RequestLoader(MicroBatchLoader[_Cursor]):
         for place in range(self._cursor.requests, len(order)):
             yield from self._request(order[place], place)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the pass stands, the micro-batch last yielded counted as done. The same on every rank."""
-        return {**super().state_dict(), "split": self._split(), "data": self._fingerprint}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass continue where ``state_dict`` was taken.
 
@@ -114,12 +110,8 @@ class RequestLoader(MicroBatchLoader[_Cursor]):
             ValueError: the state is of other requests, another seed or order, or was taken within a request
                 that was split for another number of ranks or another ``micro_batch_size``.
         """
+        self._check_data(state_dict)
         cursor = _Cursor(state_dict["epoch"], state_dict["requests"], state_dict["micro_batches"])
-        if state_dict["data"] != self._fingerprint:
-            raise ValueError(
-                "The loader's state was saved with other requests, another seed or another value of shuffle, "
-                "so its order of requests cannot be continued. Resume with the data and settings of that run."
-            )
         if cursor.micro_batches and state_dict["split"] != self._split():
             raise ValueError(
                 f"The loader's state was saved within a request that was split for {state_dict['split']}; it "

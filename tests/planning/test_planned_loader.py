@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import RankGroup
 
-from requestzero import MicroBatch, PlannedLoader
+from requestzero import MicroBatch, PlannedLoader, RequestLoader
 from requestzero.collate import PackedCollate, PaddedCollate
 
 RNG = random.Random(0)
@@ -124,6 +124,10 @@ def test_another_number_of_ranks_can_go_on_at_a_windows_end_only() -> None:
         make_loader(0, 3).load_state_dict(at(within))
     with pytest.raises(ValueError, match="other requests, another seed or another value of shuffle"):
         make_loader(seed=1).load_state_dict(at(within))
+    other = RequestLoader(REQUESTS, first_tokens, micro_batch_size=1, rank=0, world_size=2)
+    for loader, saved in ((make_loader(), other.state_dict()), (other, make_loader().state_dict())):
+        with pytest.raises(ValueError, match="saved by another kind of loader"):
+            loader.load_state_dict(saved)
 
 
 def test_long_texts_are_truncated() -> None:
