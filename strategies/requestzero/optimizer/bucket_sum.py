@@ -198,6 +198,8 @@ class BucketSum(WindowedOptimizer):
             self.reduce_ipg_grads(comm_dtype)
         if size > 0:
             self.look_at_gradient(param)
+            # It may be of another stream's memory, where a backward hook has run, and is let go of before it is copied.
+            self._record_gradient_stream(gradient, get_accelerator().current_stream())
             bucket.grads.append(gradient)
             bucket.params.append((group_idx, param.param_idx_in_group, self.get_param_id(param)))
             bucket.elements += size
