@@ -249,6 +249,29 @@ def test_unused_parameters_can_be_an_error(two_ranks: RankGroup) -> None:
     assert [("layers.1.weight" in m, "layers.4.weight" in m) for m in messages] == [(True, False), (False, True)]
 
 
+def backwards_without_parameters(setup: Setup) -> None:
+    engine = build(setup)
+    none = (False,) * 5
+    for window in (
+        [Micro(none, 1)],
+        [Micro(ALL, 2), Micro(none, 3)],
+        [Micro(none, 4, False), Micro(ALL, 5, False), Micro(none, 6)],
+    ):
+        for micro in window:
+            backward(engine, micro)
+        assert_sums(applied_by(engine), [micro for micro in window if micro.uses == ALL])
+    engine.destroy()
+
+
+@every_place
+@every_sum
+def test_a_backward_may_touch_no_parameter(
+    two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str
+) -> None:
+    setup = Setup(stage=stage, offload=offload, model=model, accum=accum, checkpointing="reentrant")
+    two_ranks.run(backwards_without_parameters, setup)
+
+
 # --- discarding -----------------------------------------------------------------------------------------------------
 
 

@@ -30,15 +30,19 @@ class AgreedReduction(WindowedOptimizer):
 
     @override
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
-        """Also agree on what is reduced, where that is not known, and wait so that the wait can end."""
+        """Also agree on what is reduced, where that is not known, and wait so that the wait can end.
+
+        Nothing where nothing waits, as after a backward without any parameter: DeepSpeed looks for its bucket then.
+        """
+        dtypes = self.ipg_buckets if comm_dtype is None else (comm_dtype,)
+        flush = tuple(param_id for dtype in dtypes for _, _, param_id in self.ipg_buckets[dtype].params)
+        if not flush:
+            return
         if self.comm is dist:
             super().reduce_ipg_grads(comm_dtype)
             return
-        dtypes = self.ipg_buckets if comm_dtype is None else (comm_dtype,)
-        flush = tuple(param_id for dtype in dtypes for _, _, param_id in self.ipg_buckets[dtype].params)
-        if flush:
-            # Where a bucket is emptied within a backward, this is the parameter for which it has no room.
-            self.agreement.before_reduction(flush, None if comm_dtype is None else self.arriving)
+        # Where a bucket is emptied within a backward, this is the parameter for which it has no room.
+        self.agreement.before_reduction(flush, None if comm_dtype is None else self.arriving)
         with replaced(stage_1_and_2, "dist", self.comm):
             super().reduce_ipg_grads(comm_dtype)
 
