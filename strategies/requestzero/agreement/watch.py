@@ -78,11 +78,18 @@ class Watch:
     def _arrived(self, work: Work) -> bool:
         try:
             work.wait(_LOOK_EVERY)
-        except RuntimeError as error:
-            if work.is_completed():  # it has failed; otherwise only the wait has ended
-                self._lost(error)
-            return False
+        except RuntimeError:
+            if not work.is_completed():  # only the wait has ended
+                return False
+            self._end(work)
         return True
+
+    def _end(self, work: Work) -> None:
+        """Of work that is completed: with an error of its own, or just after a wait for it has given up."""
+        try:
+            work.wait(_LOOK_EVERY)
+        except RuntimeError as error:
+            self._lost(error)
 
     def _look(
         self, describe: Callable[[], Account], published: list[Account], before: list[Account | None], compares: bool
