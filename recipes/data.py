@@ -188,7 +188,9 @@ def _check_characters(record: Any) -> None:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise BadLineError(f"has {half!r} alone, half of a character (a surrogate pair); allowed are whole ones") from None
+        raise BadLineError(
+            f"has {half!r} alone, half of a character (a surrogate pair); allowed are whole ones"
+        ) from None
 
 
 def _check_texts(texts: Any) -> list[str]:
