@@ -169,6 +169,8 @@ def _parse(line: bytes, tokenizer: TextTokenizer) -> tuple[str | int, list[Token
         record = json.loads(line)
     except ValueError as error:
         raise BadLineError(f"is not JSON: {error}") from None
+    if b"\\ud" in line.lower():
+        _check_characters(record)
     if not isinstance(record, dict) or set(record) not in ({"id", "texts"}, {"id", "messages"}):
         found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
         raise BadLineError(f'has {found}; allowed are "id" with "texts" or "id" with "messages"')
@@ -178,6 +180,17 @@ def _parse(line: bytes, tokenizer: TextTokenizer) -> tuple[str | int, list[Token
     if "texts" in record:
         return name, [tokenizer.encode_text(text) for text in _check_texts(record["texts"])]
     return name, [tokenizer.encode_chat(_check_messages(record["messages"]))]
+
+
+def _check_characters(record: Any) -> None:
+    """JSON can write halves of a character, which cannot be encoded."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise BadLineError(
+            f"has {half!r} alone, half of a character (a surrogate pair); allowed are whole ones"
+        ) from None
 
 
 def _check_texts(texts: Any) -> list[str]:

@@ -197,6 +197,29 @@ def one_begins_twice(engine: Any) -> None:
     backward(engine, Micro(ALL, 1))
 
 
+def one_saves(engine: Any) -> None:
+    request(engine, 1, "first")
+    step(engine)
+    if rank() == 1:
+        engine.save_checkpoint("never written")
+    request(engine, 1, "second")
+
+
+def one_loads(engine: Any) -> None:
+    request(engine, 1, "first")
+    step(engine)
+    if rank() == 1:
+        engine.load_checkpoint("never read")
+    request(engine, 1, "second")
+
+
+def one_discards(engine: Any) -> None:
+    request(engine, 1, "first", window_end=None)
+    if rank() == 1:
+        engine.zero_grad()
+    request(engine, 1, "second")
+
+
 def one_is_slow(engine: Any) -> None:
     request(engine, 2, "at once")
     step(engine)

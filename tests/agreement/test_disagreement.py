@@ -80,6 +80,14 @@ ELSEWHERE: list[tuple[Callable[..., None], int, str, str]] = [
         "rank 0: reduces",
         "rank 1: leaves micro-batch 1 .* out: training_step returned None",
     ),
+    (scenarios.one_saves, 2, "rank 0: begins request 'second'", "rank 1: saves a checkpoint after .* 'first'"),
+    (scenarios.one_loads, 2, "rank 0: begins request 'second'", "rank 1: loads a checkpoint after .* 'first'"),
+    (
+        scenarios.one_discards,
+        2,
+        "rank 0: begins request 'second' .* micro-batches in its update window: 1",
+        "rank 1: begins request 'second' .* micro-batches in its update window: 0",
+    ),
     (scenarios.one_begins_twice, 2, "rank 0: reduces .* micro-batch 2", "rank 1: failed .* the request before it is"),
 ]
 

@@ -154,7 +154,7 @@ def test_drops_are_told_once_on_rank_0(two_ranks: RankGroup) -> None:
 
 
 def coalesced_and_edited(setup: Setup) -> None:
-    """A request that is a coalesced block; and a gradient that the caller sets between two requests."""
+    """A request that is a coalesced block; and gradients that the caller sets between requests, a dropped one too."""
     from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
     engine = build(setup)
@@ -175,8 +175,11 @@ def coalesced_and_edited(setup: Setup) -> None:
     if setup.offload:
         wanted[1] = torch.full_like(wanted[1], 8.0)
         assert torch.equal(safe_get_full_grad(layer).double().cpu(), wanted[1])
+        safe_set_full_grad(layer, torch.full_like(layer, 4.0))
+        wanted[1] = torch.full_like(wanted[1], 4.0)
+    poisoned_backward(engine, Micro(ALL, 5), math.nan, 1, SPLIT)
     engine.step()
-    assert engine.dropped_requests == 2
+    assert engine.dropped_requests == 3
     norm = math.sqrt(sum(float(total.square().sum()) for total in wanted))
     assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-6)
     for before, after, total in zip(start, masters(engine), wanted, strict=True):

@@ -74,6 +74,8 @@ BAD_LINES = [
     ({"id": 1, "texts": "a"}, "\"texts\" is 'a'; allowed is a list"),
     ({"id": 1, "texts": []}, r'"texts" is \[\]'),
     ({"id": 1, "texts": ["a", ""]}, r"\"texts\"\[1\] is ''; allowed is a string that is not empty"),
+    ({"id": 1, "texts": ["a\ud83d"]}, r"has '\\ud83d' alone, half of a character"),
+    ({"id": 1, "messages": [{"role": "assistant", "content": "\ud83d"}]}, r"has '\\ud83d' alone"),
     ({"id": 1, "messages": []}, r'"messages" is \[\]'),
     ({"id": 1, "messages": [{"role": "user"}]}, r'"messages"\[0\] is .*; allowed is'),
     ({"id": 1, "messages": [CHAT[0]]}, 'no turn of the role "assistant"'),

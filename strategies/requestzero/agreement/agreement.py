@@ -94,6 +94,9 @@ class Agreement:
     def before_judgement(self) -> None:
         """A collective at a request's end comes next, by which its gradient is judged."""
 
+    def before_checkpoint(self, action: str) -> None:
+        """A checkpoint is saved or loaded next, as ``action`` says (collective)."""
+
     def end_of_data(self) -> None:
         """There is no more data (collective)."""
 
@@ -239,6 +242,10 @@ class RankAgreement(Agreement):
             self._state(Kind.REQUEST_END, f"ends {request} after micro-batch {request.done}")
             self._finish()
         self._waiting_in = self._judgement
+
+    def before_checkpoint(self, action: str) -> None:
+        self._state(Kind.CHECKPOINT, f"{action} a checkpoint after {self._progress()}", action)
+        self._finish()
 
     def end_of_data(self) -> None:
         self._state(Kind.END_OF_DATA, f"has no more data after {self._progress()}")

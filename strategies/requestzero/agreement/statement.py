@@ -39,6 +39,8 @@ class Kind(IntEnum):
     """Ends a request of which the number of micro-batches was not announced, where that is collective."""
     JUDGEMENT = 13
     """Waits at a request's end; never stated."""
+    CHECKPOINT = 14
+    """Saves or loads a checkpoint."""
 
 
 NUMBERS = 5
@@ -85,10 +87,12 @@ class Account:
     text: str
     parameters: list[str] | None = None
     """Names of the parameters whose gradients this backward has reduced so far, in order."""
+    window: int = 0
+    """Micro-batches of the open update window."""
 
     @classmethod
     def of(cls, statement: Statement, parameters: list[str] | None = None) -> Account:
-        return cls(statement.place(), statement.text, parameters)
+        return cls(statement.place(), statement.text, parameters, statement.window)
 
     @classmethod
     def parse(cls, text: str) -> Account:
@@ -126,7 +130,14 @@ def _text(account: Account | None, said: list[Account]) -> str:
     if account is None:
         return "has not said (it computes, or has ended)"
     difference = _difference(account, said) if _orders_differ(said) else ""
-    return account.text + difference
+    return account.text + difference + _window(account, said)
+
+
+def _window(account: Account, said: list[Account]) -> str:
+    """The size of the window, where that is the difference between ranks that say the same."""
+    if len({other.window for other in said if other.text == account.text}) == 1:
+        return ""
+    return f"; micro-batches in its update window: {account.window}"
 
 
 def _orders_differ(said: list[Account]) -> bool:

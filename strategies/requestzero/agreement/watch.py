@@ -81,11 +81,15 @@ class Watch:
         except RuntimeError:
             if not work.is_completed():  # only the wait has ended
                 return False
-            try:
-                work.wait(_LOOK_EVERY)  # it may have come to its end just after the wait
-            except RuntimeError as error:
-                self._lost(error)
+            self._end(work)
         return True
+
+    def _end(self, work: Work) -> None:
+        """Of work that is completed: with an error of its own, or just after a wait for it has given up."""
+        try:
+            work.wait(_LOOK_EVERY)
+        except RuntimeError as error:
+            self._lost(error)
 
     def _look(
         self, describe: Callable[[], Account], published: list[Account], before: list[Account | None], compares: bool

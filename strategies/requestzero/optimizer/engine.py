@@ -525,9 +525,9 @@ class RequestZeROEngine(DeepSpeedEngine):
 
         Raises:
             RuntimeError: the window is open; its gradients would be missing from the checkpoint.
-            RankDisagreement: the ranks have disagreed before.
+            RankDisagreement: another rank does something else, or the ranks have disagreed before.
         """
-        self.agreement.check()
+        self.agreement.before_checkpoint("saves")
         if self.update_window.is_open:
             raise RuntimeError(
                 f"save_checkpoint() with an open update window ({self.update_window.micro_batches} micro-batches "
@@ -539,7 +539,12 @@ class RequestZeROEngine(DeepSpeedEngine):
 
     @override
     def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's (collective); the open window is discarded, unless there is no checkpoint to load."""
+        """As DeepSpeed's (collective); the open window is discarded, unless there is no checkpoint to load.
+
+        Raises:
+            RankDisagreement: another rank does something else, or the ranks have disagreed before.
+        """
+        self.agreement.before_checkpoint("loads")
         loaded = super().load_checkpoint(load_dir, *args, **kwargs)
         path, client_state = loaded
         if path is not None:

@@ -132,3 +132,4 @@ class RequestBackup(WindowedOptimizer):
                 total.copy_(copy, non_blocking=True)
         if self.cpu_offload:
             self.publish_window()
+        end.copied = False  # saved anew before the next request: until then a user may set a gradient
