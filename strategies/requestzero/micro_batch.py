@@ -7,6 +7,9 @@ from typing import Any
 
 from requestzero.weight import check_weight
 
+RequestId = str | int | None
+"""Name of a request; ``None`` where it has none."""
+
 
 @dataclass
 class MicroBatch:
@@ -27,7 +30,7 @@ class MicroBatch:
     """Weight of this micro-batch in the window's mean, such as its number of trainable tokens: a finite number of at
     least 0, or a tensor that holds one. Needed with ``normalization="token"``, where the loss is a sum over what it
     counts; ``"mean"`` and ``"sum"`` do not use it."""
-    request_id: str | int | None = None
+    request_id: RequestId = None
     """Name of the request in messages and logs."""
     micro_batches: int | None = None
     """Announced number of micro-batches of the request on every rank, fillers included. ``None``: not announced."""

@@ -10,6 +10,7 @@ from requestzero.agreement.device import QueuedWork
 from requestzero.agreement.schedule import Flush, Schedule
 from requestzero.agreement.statement import Account, Kind, Statement
 from requestzero.agreement.watch import Watch, Work
+from requestzero.micro_batch import RequestId
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from requestzero.agreement.channel import Channel, Round
     from requestzero.optimizer.window import UpdateWindow
 
-RequestId = str | int | None
 # How long a rank that cannot go on waits for the others to hear it.
 _LAST_WORDS = 10.0
 
@@ -132,7 +132,8 @@ class RankAgreement(Agreement):
         self._request = Request()
         self._schedule = Schedule()
         self._round: Round | None = None
-        self._waiting_in: Callable[[], Statement] = self._reduction
+        self._waiting_in: Callable[[], Statement] = self._next_batch
+        self._reducing = False  # within a backward, or at stage 1 at a request's end
         self._step_agreed = -1
         self._following: int | None = None
 
@@ -203,6 +204,7 @@ class RankAgreement(Agreement):
     def begin_backward(self, last: bool) -> None:
         self.check()
         self._schedule.restart()
+        self._reducing = False
         self._step_agreed = -1
         request = self._request
         if request.ended(self._window()):
@@ -234,14 +236,14 @@ class RankAgreement(Agreement):
             self._state(Kind.STEP, f"steps after {self._progress()}")
         self._finish()
         self._step_agreed = window
-        self._waiting_in = self._application
+        self._reducing, self._waiting_in = False, self._application
 
     def before_judgement(self) -> None:
         request = self._request
         if request.done != request.micro_batches and self._step_agreed != self._window().micro_batches:
             self._state(Kind.REQUEST_END, f"ends {request} after micro-batch {request.done}")
             self._finish()
-        self._waiting_in = self._judgement
+        self._reducing, self._waiting_in = False, self._judgement
 
     def before_checkpoint(self, action: str) -> None:
         self._state(Kind.CHECKPOINT, f"{action} a checkpoint after {self._progress()}", action)
@@ -261,11 +263,11 @@ class RankAgreement(Agreement):
         if not self._schedule.follows(flush):
             self._state(Kind.ORDER, self._reduces(), repr(flush))
             self._finish()
-        self._waiting_in = self._reduction
+        self._reducing = True
 
     def end_reduction(self) -> None:
         self._finish()
-        self._following = None
+        self._reducing, self._following = False, None
         if not self._schedule.ends():
             text = f"has reduced all gradients of micro-batch {self._request.done + 1} of {self._request}"
             self._state(Kind.ORDER, text, "end")
@@ -274,10 +276,10 @@ class RankAgreement(Agreement):
 
     def wait(self, work: Work) -> None:
         """Wait for a collective of the backward or step at hand."""
-        self._watch.wait(work, lambda: self._account(self._waiting_in()))
+        self._watch.wait(work, lambda: self._account(self._reduction() if self._reducing else self._waiting_in()))
 
     def wait_for_batch(self, work: torch.distributed.Work, device: torch.device) -> None:
-        self._waiting_in = self._next_batch
+        self._reducing, self._waiting_in = False, self._next_batch
         if device.type == "cpu":
             self.wait(work)
         else:

@@ -67,6 +67,7 @@ class AgreedReduction(WindowedOptimizer):
             for param in group:
                 if self.get_gradient_for_reduction(param) is None:
                     self._set_zero_gradient(param)
+                self.arriving = self.get_param_id(param)
                 super().reduce_ready_partitions_and_remove_grads(param, group_idx)
 
     def _set_zero_gradient(self, param: Any) -> None:

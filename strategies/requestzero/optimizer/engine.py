@@ -12,25 +12,23 @@ from typing import Any
 
 import torch
 from deepspeed.runtime import engine as deepspeed_engine
-from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from typing_extensions import override
 
-from requestzero.agreement.agreement import Agreement
 from requestzero.agreement.joining import join
-from requestzero.engine_options import EngineOptions
 from requestzero.normalization import check_normalization
 from requestzero.optimizer import overflow_policy as policy
-from requestzero.optimizer.skips import SkippedUpdate, SkipRecord
+from requestzero.optimizer.announcing_engine import AnnouncingEngine
+from requestzero.optimizer.skips import SkipRecord
 from requestzero.optimizer.swap import replaced
-from requestzero.optimizer.window import UpdateWindow
 from requestzero.optimizer.zero_optimizer import RequestZeROOptimizer
 from requestzero.weight import check_weight
 
 _SKIPS_IN_CHECKPOINT = "requestzero_skips"
 
 
-class RequestZeROEngine(DeepSpeedEngine):
+class RequestZeROEngine(AnnouncingEngine):
     """``DeepSpeedEngine`` for update windows of several requests; built by :func:`requestzero.initialize`.
 
     Written for DeepSpeed 0.19.8. All ranks run the same number of backwards over the same parameters; where they do
@@ -38,180 +36,7 @@ class RequestZeROEngine(DeepSpeedEngine):
     :class:`~requestzero.agreement.errors.RankDisagreement`, after which the engine refuses to go on.
     """
 
-    optimizer: RequestZeROOptimizer
-    _is_gradient_accumulation_boundary: bool | None
-
-    def __init__(self, *args: Any, options: EngineOptions | None = None, **kwargs: Any) -> None:
-        self.options = EngineOptions() if options is None else options
-        self._skips = SkipRecord()
-        super().__init__(*args, **kwargs)
-
     # --- windows ----------------------------------------------------------------------------------------------------
-
-    @property
-    def agreement(self) -> Agreement:
-        """What the data-parallel ranks agree on; nothing where there is one, or ``rank_agreement`` is off."""
-        return self.optimizer.agreement
-
-    @property
-    def update_window(self) -> UpdateWindow:
-        """The open window's counts; a new object after every step and ``zero_grad()``."""
-        return self.optimizer.window
-
-    @property
-    def applied_updates(self) -> int:
-        """Updates that changed the weights: attempted ones less skipped ones."""
-        return self.attempted_updates - self.skipped_updates
-
-    @property
-    def attempted_updates(self) -> int:
-        """Windows that were stepped, applied or not (DeepSpeed's ``global_steps``)."""
-        return int(self.global_steps)
-
-    @property
-    def skipped_updates(self) -> int:
-        """Updates that were not applied because their gradient was not finite (DeepSpeed's ``skipped_steps``)."""
-        return int(self.skipped_steps)
-
-    @property
-    def empty_updates(self) -> int:
-        """Windows that were left out because their total weight was zero; ``attempted_updates`` does not count them."""
-        return self._skips.empty
-
-    @property
-    def consecutive_skips(self) -> int:
-        """Updates that were skipped since the last one that was applied."""
-        return self._skips.consecutive
-
-    @property
-    def dropped_requests(self) -> int:
-        """Requests that were left out of their window's update (``overflow.on_overflow="drop_request"``)."""
-        return self._skips.dropped_requests
-
-    @property
-    def last_skip(self) -> SkippedUpdate | None:
-        """What is known of the update that was skipped last; ``None`` before the first."""
-        return self._skips.recent[-1] if self._skips.recent else None
-
-    @property
-    def loss_scale_history(self) -> tuple[tuple[int, float], ...]:
-        """The last 100 changes of the loss scale: updates attempted until then, and the scale from then on.
-
-        The first entry is the scale that the first update began with; empty before any step.
-        """
-        return tuple(self._skips.loss_scales)
-
-    def current_loss_scale(self) -> float:
-        """What the losses are multiplied by now; 1 outside fp16."""
-        return float(self.optimizer.loss_scale)
-
-    @property
-    def request_backup_bytes(self) -> int:
-        """Bytes of this rank's copy of the window's sums (``overflow.on_overflow="drop_request"``; else 0)."""
-        return self.optimizer.backup_bytes()
-
-    def grad_partition_bytes(self) -> int:
-        """Bytes of the gradient partition that this rank holds on the accelerator now (0 when released)."""
-        return self.optimizer.grad_partition_bytes()
-
-    @property
-    def peak_grad_partition_bytes(self) -> int:
-        """The most that :meth:`grad_partition_bytes` has been at the end of a backward."""
-        return self.optimizer.peak_grad_partition_bytes
-
-    def begin_request(
-        self, request_id: str | int | None = None, *, micro_batches: int | None = None, window_end: bool | None = None
-    ) -> None:
-        """Say what comes next, before a request's first backward: its name, and what is known of it.
-
-        Optional: a backward without it begins a request without a name. All ranks announce the same, which they agree
-        on while the forward runs; what is not announced has to be agreed on when it happens. To be called on all ranks,
-        or on none.
-
-        Args:
-            request_id: name of the request in messages and logs.
-            micro_batches: how many backwards this rank will run for it.
-            window_end: whether a step follows the request.
-
-        Raises:
-            ValueError: ``micro_batches`` is not a whole number above 0.
-            RuntimeError: the request before it is still open.
-            RankDisagreement: here, or where the answer is waited for: the ranks do not do the same.
-        """
-        self.agreement.check()
-        if micro_batches is not None and (type(micro_batches) is not int or micro_batches < 1):
-            raise ValueError(
-                f"begin_request(micro_batches={micro_batches!r}) is not allowed: use a whole number above 0, the same "
-                "on all ranks, or leave it out."
-            )
-        if self.update_window.request_open:
-            error = RuntimeError(
-                f"begin_request({request_id!r}) while the request before it is open: end it first, with "
-                "set_gradient_accumulation_boundary(True) before its last backward, or with end_request()."
-            )
-            self.fail(error)
-            raise error
-        self.update_window.begin_request(request_id)
-        self.agreement.begin_request(request_id, micro_batches, window_end)
-
-    def skip_micro_batch(self, reason: str, request_end: bool = True) -> None:
-        """Run no backward for the next micro-batch. To be called on all ranks (collective).
-
-        Args:
-            reason: why, for the other ranks.
-            request_end: whether its request ends with it.
-
-        Raises:
-            RankDisagreement: another rank does run it.
-        """
-        self.agreement.skip_micro_batch(reason, request_end)
-        if request_end:
-            self.end_request()
-
-    def end_data(self) -> None:
-        """There is no more data, or no more of an epoch. To be called on all ranks (collective).
-
-        Raises:
-            RankDisagreement: another rank has more.
-        """
-        self.agreement.end_of_data()
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on, from wherever it is: between backwards, in a forward.
-
-        Returns where all ranks fail with an error of the same type at the same place; then raise your own. A rank that
-        is at work is waited for, up to 10 seconds.
-
-        Raises:
-            RankDisagreement: on all ranks, with the text of ``error``.
-        """
-        self.agreement.fail(error)
-
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """An exception that leaves the block ends the training of all ranks: see :meth:`fail`.
-
-        Not what ends a process or a generator (``KeyboardInterrupt``, ``SystemExit``, ``GeneratorExit``).
-        """
-        try:
-            yield
-        except Exception as error:
-            self.fail(error)
-            raise
-
-    @contextmanager
-    def data_pass(self) -> Iterator[None]:
-        """A pass over this rank's data, such as an epoch: its end, and what is raised in it, concern all ranks.
-
-        At the block's end comes :meth:`end_data`, on an exception :meth:`fail`, both of which see a rank that is left
-        alone. Leaving the block otherwise (``break``, ``return``) is not noticed as an end.
-
-        Raises:
-            RankDisagreement: another rank has more data, or has failed.
-        """
-        with self.failing_together():
-            yield
-        self.end_data()
 
     def end_request(self) -> None:
         """End the open request after its last backward has already run.
@@ -342,7 +167,10 @@ class RequestZeROEngine(DeepSpeedEngine):
             if not self._choose_divisor(divisor, normalization):
                 self._skip_empty_window()
                 return
-            super().step(lr_kwargs)
+            try:
+                super().step(lr_kwargs)
+            finally:
+                self._running_engine_step = False  # a step that raised is over: without it backwards would end requests
             self._see_to_overflow(window, scale)
         else:
             super().step(lr_kwargs)
@@ -362,36 +190,6 @@ class RequestZeROEngine(DeepSpeedEngine):
                 f"step(divisor={divisor!r}) with an open request, which may yet be dropped, and its micro-batches with "
                 "it: call engine.end_request() first, then take the divisor from engine.update_window."
             )
-
-    def _see_to_overflow(self, window: UpdateWindow, scale: float) -> None:
-        """After an attempted update: count it, tell of a skip, and end the run where ``overflow`` says so (collective).
-
-        Args:
-            window: the one that was stepped.
-            scale: the loss scale of its backwards.
-        """
-        record, limit = self._skips, self.options.overflow.max_consecutive_skips
-        record.note_scale(self.attempted_updates - 1, scale)
-        if self.was_step_applied():
-            record.consecutive = 0
-            record.note_scale(self.attempted_updates, self.current_loss_scale())
-            return
-        skip = SkippedUpdate(
-            update=self.attempted_updates,
-            cause=self.optimizer.overflow_cause or "inf or NaN",
-            request_ids=tuple(window.request_ids) or tuple(each.request_id for each in window.dropped),
-            loss_scale_before=scale,
-            loss_scale_after=self.current_loss_scale(),
-        )
-        record.note_skip(skip)
-        record.note_scale(self.attempted_updates, skip.loss_scale_after)
-        if self.options.overflow.on_overflow == "raise":
-            policy.raise_on_all_ranks(policy.describe_overflow(skip, self.optimizer.overflow_origin))
-        policy.tell_skip(skip, record, self.skipped_updates)
-        if self.optimizer.loss_scale_exhausted:
-            policy.raise_on_all_ranks(policy.describe_scale_at_minimum(record))
-        if limit is not None and record.consecutive >= limit:
-            policy.raise_on_all_ranks(policy.describe_skips_in_a_row(record, limit))
 
     def _choose_divisor(self, divisor: float | None, normalization: str | None) -> bool:
         """Settle what the open window is divided by; false if that is zero. Collective with ``"token"``."""
@@ -415,14 +213,6 @@ class RequestZeROEngine(DeepSpeedEngine):
         self.zero_grad()
         self._step_applied = False
         self._global_grad_norm = self.optimizer._global_grad_norm = torch.zeros((), device=self.device)
-
-    def agree_to_step(self) -> None:
-        """The window's collectives of a step come next, on all ranks (collective, unless it was announced).
-
-        Raises:
-            RankDisagreement: another rank does something else.
-        """
-        self.agreement.before_step(bool(self.optimizer.compute_grad_norm))
 
     @override
     def _backward_prologue(self) -> None:

@@ -18,7 +18,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import logger as deepspeed_logger
 from typing_extensions import override
 
-from requestzero.optimizer.skips import RequestId
+from requestzero.micro_batch import RequestId
 from requestzero.optimizer.windowed import WindowedOptimizer
 
 _NAMES_TOLD = 8

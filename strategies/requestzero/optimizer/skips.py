@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from requestzero.micro_batch import RequestId
+
 LOSS_SCALES_KEPT = 100
 SKIPS_KEPT = 20
-
-RequestId = str | int | None
 
 
 @dataclass(frozen=True)

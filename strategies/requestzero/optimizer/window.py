@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from requestzero.micro_batch import RequestId
 from requestzero.optimizer.skips import DroppedRequest
 
 
@@ -29,7 +30,7 @@ class UpdateWindow:
     """Requests that have ended in this window."""
     request_open: bool = False
     """Whether a backward has run since the last request end."""
-    request_ids: list[str | int | None] = field(default_factory=list)
+    request_ids: list[RequestId] = field(default_factory=list)
     """Names of the window's requests in order, the open one included; ``None`` where the caller gave none."""
     divisor: float = 1.0
     """What the sum is divided by when it is applied; known at step time only."""
@@ -104,7 +105,7 @@ class UpdateWindow:
         vars(self).update({name: copy.copy(value) for name, value in saved.items()})
         self.dropped = dropped
 
-    def begin_request(self, request_id: str | int | None) -> None:
+    def begin_request(self, request_id: RequestId) -> None:
         """Note the name of the request that the next backward belongs to."""
         del self.request_ids[self.requests :]  # one that was announced and never came
         self.request_ids.append(request_id)
