@@ -8,7 +8,8 @@ Starts two gloo ranks. Each holds two engines of every configuration, one of req
 runs windows of one backward and one step in turn. Counted (rank 0): operators that PyTorch dispatches, host reads,
 copies into the host gradient and their bytes, on the second window. Timed: stock's time divided by ours for every pair
 of neighbouring windows, from both ranks; median and quartiles. CPU time is that of the process, so that other work on
-the machine disturbs it less than the wall clock. The forward is not timed.
+the machine disturbs it less than the wall clock. The forward is not timed, nor the agreement of ranks beside it
+(``agreement.py`` times that).
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ class Training:
 
         import requestzero as ours
 
+        self.requestzero = requestzero
         model = Chain(case.tensors, width)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         initialize = ours.initialize if requestzero else deepspeed.initialize
@@ -172,6 +174,9 @@ class Training:
         self.x = torch.ones(1, width, dtype=next(model.parameters()).dtype, device=self.engine.device)
 
     def forward(self) -> torch.Tensor:
+        if self.requestzero:
+            # As the Lightning and Accelerate doors do: ranks agree on the request while the forward runs.
+            self.engine.begin_request(micro_batches=1, window_end=True)
         self.engine.set_gradient_accumulation_boundary(True)
         return self.engine(self.x)
 

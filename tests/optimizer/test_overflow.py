@@ -10,7 +10,7 @@ import torch
 from counting import Operators
 from poison import poisoned_backward
 from ranks import RankGroup
-from windows import LR, Fp16OnCpu, Micro, Setup, backward, build, masters, reference
+from windows import LR, Fp16OnCpu, Micro, OneWeight, Setup, backward, build, masters, reference
 
 ALL = (True,) * 5
 PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
@@ -125,17 +125,6 @@ def test_stock_reads_the_host_per_parameter(two_ranks: RankGroup) -> None:
 
 
 # --- fp16 -----------------------------------------------------------------------------------------------------------
-
-
-class OneWeight(torch.nn.Module):
-    checkpointing = "none"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
 
 
 def fp16_dynamic_scale(stage: int, offload: bool, accum: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from counting import Operators
 from poison import SPLIT, poisoned_backward, warnings_of
 from ranks import RankGroup
-from windows import LR, OUTS, Fp16OnCpu, Micro, Setup, backward, build, masters, reference
+from windows import LR, OUTS, Fp16OnCpu, Micro, OneWeight, Setup, backward, build, masters, reference
 
 ALL = (True,) * 5
 PLACES = list(product((1, 2), (False, True)))
@@ -193,17 +193,6 @@ def test_coalesced_requests_and_set_gradients(
     two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str
 ) -> None:
     two_ranks.run(coalesced_and_edited, dropping(stage, offload, model, accum, retain=accum == "fp32" and offload))
-
-
-class OneWeight(torch.nn.Module):
-    checkpointing = "none"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
 
 
 def beyond_fp16(stage: int) -> tuple[list[float], int]:

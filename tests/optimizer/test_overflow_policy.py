@@ -14,7 +14,7 @@ import torch
 from counting import Operators
 from poison import SPLIT, poisoned_backward, warnings_of
 from ranks import RankGroup
-from windows import LR, Fp16OnCpu, Micro, Setup, backward, build, masters, reference
+from windows import LR, Fp16OnCpu, Micro, OneWeight, Setup, backward, build, masters, reference
 
 import requestzero
 from requestzero.optimizer.skips import name_requests
@@ -160,17 +160,6 @@ def test_raise_names_request_parameter_and_rank(
     assert error.startswith("The gradient is not finite in update 2 (")
     assert (told, by_deepspeed) == ([], [])
     assert other == (error, [], [])
-
-
-class OneWeight(torch.nn.Module):
-    checkpointing = "none"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
 
 
 def run_values(engine: Any, values: list[float]) -> str:

@@ -20,6 +20,19 @@ LR = 1 / 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class OneWeight(torch.nn.Module):
+    """A loss whose gradient is its input."""
+
+    checkpointing = "none"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
 @dataclass(frozen=True)
 class Micro:
     """One micro-batch: which layers it uses, one seed of values per rank, and whether it ends its request."""
