@@ -1,8 +1,6 @@
-"""Reductions that the ranks have agreed on, and, as an option, over all parameters whichever a rank has used."""
+"""Reductions that the ranks have agreed on."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -16,12 +14,7 @@ from requestzero.optimizer.windowed import WindowedOptimizer
 
 
 class AgreedReduction(WindowedOptimizer):
-    """Written for DeepSpeed 0.19.8, which reduces what hooks bring and hangs or aborts where ranks bring other things.
-
-    Args:
-        rank_dependent_parameters: reduce everything at the end of a backward (stage 2) or request (stage 1), in one
-            order, with zeros for gradients that this rank does not have.
-    """
+    """Written for DeepSpeed 0.19.8, which hangs or aborts where the hooks of ranks bring different gradients."""
 
     def take_agreement(self, agreement: RankAgreement) -> None:
         """Ask ``agreement`` before reductions from now on."""
@@ -48,30 +41,6 @@ class AgreedReduction(WindowedOptimizer):
 
     @override
     def independent_gradient_partition_epilogue(self) -> None:
-        """Also reduce what waits for a fixed order, and close the reduction: all paths of both stages end here."""
-        if self.rank_dependent_parameters:
-            self._reduce_everything()
+        """Also close the reduction: all paths of both stages end here."""
         super().independent_gradient_partition_epilogue()
         self.agreement.end_reduction()
-
-    @override
-    def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter, i: int) -> None:
-        """Not yet, where it waits for a fixed order."""
-        self.arriving = self.get_param_id(param)
-        if not self.rank_dependent_parameters:
-            super().reduce_ready_partitions_and_remove_grads(param, i)
-
-    def _reduce_everything(self) -> None:
-        self.setup_buckets()
-        for group_idx, group in enumerate(self.bit16_groups):
-            for param in group:
-                if self.get_gradient_for_reduction(param) is None:
-                    self._set_zero_gradient(param)
-                self.arriving = self.get_param_id(param)
-                super().reduce_ready_partitions_and_remove_grads(param, group_idx)
-
-    def _set_zero_gradient(self, param: Any) -> None:
-        if self.use_grad_accum_attribute:
-            param.grad_accum = torch.zeros_like(param, dtype=self.gradient_accumulation_dtype)
-        else:
-            param.grad = torch.zeros_like(param)

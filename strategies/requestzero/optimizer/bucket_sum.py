@@ -45,8 +45,6 @@ class BucketSum(WindowedOptimizer):
     def _packs_buckets(self) -> bool:
         """Whether reduction begins when all gradients are there, and nothing but the bucket is read after it."""
         at_the_end = not self.partition_gradients and not self.overlap_comm and self.contiguous_gradients
-        if self.rank_dependent_parameters:
-            return False  # zeros for absent gradients come in later
         return at_the_end and not self.has_moe_layers and len(self._taken_groups) == len(self.group_indices)
 
     @cached_property
@@ -190,14 +188,13 @@ class BucketSum(WindowedOptimizer):
         gradient, size = self.get_gradient_for_reduction(param), param.numel()
         if gradient is None or size > self.reduce_bucket_size or not getattr(param, "ds_grad_is_ready", True):
             return
+        self.look_at_gradient(param)
         comm_dtype = self.get_param_comm_dtype(param)
         bucket = self.ipg_buckets[comm_dtype]
         if bucket.elements + size > self.reduce_bucket_size:
             self._pack(bucket)
-            self.arriving = self.get_param_id(param)
             self.reduce_ipg_grads(comm_dtype)
         if size > 0:
-            self.look_at_gradient(param)
             # It may be of another stream's memory, where a backward hook has run, and is let go of before it is copied.
             self._record_gradient_stream(gradient, get_accelerator().current_stream())
             bucket.grads.append(gradient)

@@ -20,6 +20,7 @@ from requestzero.agreement.joining import join
 from requestzero.normalization import check_normalization
 from requestzero.optimizer import overflow_policy as policy
 from requestzero.optimizer.announcing_engine import AnnouncingEngine
+from requestzero.optimizer.rank_dependent import RankDependentOptimizer
 from requestzero.optimizer.skips import SkipRecord
 from requestzero.optimizer.swap import replaced
 from requestzero.optimizer.zero_optimizer import RequestZeROOptimizer
@@ -261,11 +262,10 @@ class RequestZeROEngine(AnnouncingEngine):
     @override
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
         wanted = partial(
-            RequestZeROOptimizer,
+            RankDependentOptimizer if self.options.rank_dependent_parameters else RequestZeROOptimizer,
             retain_gpu_grad_partition_until_step=self.options.retain_gpu_grad_partition_until_step,
             records_origin=self.options.overflow.on_overflow == "raise",
             drops_requests=self.options.overflow.on_overflow == "drop_request",
-            rank_dependent_parameters=self.options.rank_dependent_parameters,
         )
         with replaced(deepspeed_engine, "DeepSpeedZeroOptimizer", wanted):
             built = super()._configure_zero_optimizer(optimizer)

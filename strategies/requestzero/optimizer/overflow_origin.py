@@ -52,13 +52,9 @@ class OverflowOrigin(WindowedOptimizer):
         super().__init__(*args, **kwargs)
 
     @override
-    def reduce_independent_p_g_buckets_and_remove_grads(self, param: torch.Tensor, i: int) -> None:
-        """Also look at the gradient before it meets those of other ranks."""
-        self.look_at_gradient(param)
-        super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
-
-    @override
     def look_at_gradient(self, param: torch.Tensor) -> None:
+        """Also record its peak, before it meets the gradients of other ranks."""
+        super().look_at_gradient(param)
         gradient = self.get_gradient_for_reduction(param) if self.records_origin else None
         if gradient is not None and gradient.numel():
             peak = torch.linalg.vector_norm(gradient, float("inf"), dtype=torch.float32)  # NaN goes through

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from typing_extensions import override
 
 from requestzero.agreement.agreement import Agreement
 from requestzero.optimizer.window import UpdateWindow
@@ -20,14 +21,12 @@ class WindowedOptimizer(DeepSpeedZeroOptimizer):
     params_already_reduced: list[bool]
     _global_grad_norm: Any
 
-    def __init__(self, *args: Any, rank_dependent_parameters: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before super(), whose constructor calls methods that are overridden here.
         self.window = UpdateWindow()
         self.agreement = Agreement()
         self.comm: Any = dist
         """``deepspeed.comm``, or what stands for it in this optimizer's own collectives."""
-        self.rank_dependent_parameters = rank_dependent_parameters
-        """Whether gradients are reduced in one fixed order, with zeros for those that this rank does not have."""
         self.arriving: int | None = None
         """DeepSpeed's number of the parameter whose gradient comes into a bucket next."""
         self.peak_grad_partition_bytes = 0
@@ -66,5 +65,12 @@ class WindowedOptimizer(DeepSpeedZeroOptimizer):
         """Remember the largest gradient partition seen; called where it is largest, before a release."""
         self.peak_grad_partition_bytes = max(self.peak_grad_partition_bytes, self.grad_partition_bytes())
 
+    @override
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: torch.Tensor, i: int) -> None:
+        """Also look at the gradient, before a bucket that has no room for it is emptied."""
+        self.look_at_gradient(param)
+        super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
+
     def look_at_gradient(self, param: torch.Tensor) -> None:
         """Called once for every local gradient, when it goes into a reduction."""
+        self.arriving = self.get_param_id(param)
