@@ -67,18 +67,18 @@ def run(cfg: DictConfig, output_dir: Path) -> Any:
 
 def train(cfg: Any, output_dir: Path) -> Any:
     """The loop."""
-    import torch
     from accelerate.utils import set_seed, tqdm
 
     from requestzero.recipes.accelerate_start import (
         make_accelerator,
-        make_optimizer,
         progress_of,
         same_on_all_ranks,
         summarize,
     )
     from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
     from requestzero.recipes.model import micro_batch_loss, next_token_loss
+    from requestzero.recipes.optimizer import make_optimizer, make_warmup
+    from requestzero.recipes.report import checkpoint_directory
     from requestzero.recipes.window_metrics import LoopTotals, WindowLoss
 
     set_seed(cfg.seed)
@@ -88,8 +88,7 @@ def train(cfg: Any, output_dir: Path) -> Any:
     data = build_data(cfg, tokenizer, accelerator.num_processes)
     model = build_model(cfg)
     optimizer = make_optimizer(model, cfg.optimizer)
-    rise = cfg.optimizer.warmup_steps + 1
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rise))
+    scheduler = make_warmup(optimizer, cfg.optimizer)
     loader = build_loader(cfg, data, tokenizer)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     totals, losses = LoopTotals(), WindowLoss(accelerator.device)
@@ -121,10 +120,9 @@ def train(cfg: Any, output_dir: Path) -> Any:
             bar.set_postfix({"requests": totals.requests, **metrics, **progress_of(engine)}, refresh=False)
             bar.update()
             if totals.updates % cfg.trainer.log_every_n_steps == 0:
-                counts = {name: getattr(totals, name) for name in ("requests", "micro_batches", "tokens")}
-                accelerator.log({**metrics, **counts}, step=totals.updates)  # adds grad_norm and overflow/...
+                accelerator.log({**metrics, **totals.counts()}, step=totals.updates)  # adds grad_norm and overflow/...
             if totals.updates % (cfg.trainer.checkpoint_every_n_steps or steps) == 0 or totals.updates == steps:
-                accelerator.save_state(str(output_dir / "checkpoints" / f"update-{totals.updates}"))
+                accelerator.save_state(str(checkpoint_directory(output_dir) / f"update-{totals.updates}"))
             # Of what has been trained on, and not of what is fetched ahead.
             plan = loader.state_dict()["loader"]["statistics"]
             if totals.updates == steps:

@@ -83,17 +83,6 @@ def same_on_all_ranks(path: Path) -> Path:
     return Path(broadcast_object_list([str(path)])[0])
 
 
-def make_optimizer(model: Any, config: Any) -> Any:
-    """AdamW over all parameters, PyTorch's or DeepSpeed's for the CPU."""
-    import torch
-
-    if config.name == "cpu_adam":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, adamw_mode=True)
-    return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-
-
 def progress_of(engine: Any) -> dict[str, float]:
     """What the progress bar shows of the engine."""
     return {
@@ -120,7 +109,7 @@ def summarize(
     import torch
 
     from requestzero.planning import PlanStatistics
-    from requestzero.recipes.report import RunSummary
+    from requestzero.recipes.report import RunSummary, checkpoint_directory
 
     engine = accelerator.deepspeed_engine_wrapped.engine
     sizes = torch.tensor([[held, engine.peak_grad_partition_bytes]], device=accelerator.device)
@@ -138,7 +127,7 @@ def summarize(
         tokens_per_second=speed,
         bytes_between_requests=between,
         bytes_at_peak=peak,
-        checkpoint=output_dir / "checkpoints" / f"update-{totals.updates}",
+        checkpoint=checkpoint_directory(output_dir) / f"update-{totals.updates}",
         logs=output_dir,
         plan=PlanStatistics.from_state(plan),
         skipped_lines=skipped_lines,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from requestzero.recipes.config_schema import OptimizerConfig
 from requestzero.recipes.model import micro_batch_loss, next_token_loss
+from requestzero.recipes.optimizer import make_optimizer, make_warmup
 
 
 class LanguageModeling(LightningModule):
@@ -35,21 +35,7 @@ class LanguageModeling(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.model, self.optimizer_config)
-        # One step of the scheduler is one applied update.
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self._warmup(optimizer), "interval": "step"},
+            "lr_scheduler": {"scheduler": make_warmup(optimizer, self.optimizer_config), "interval": "step"},
         }
-
-    def _warmup(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        rise = self.optimizer_config.warmup_steps
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (rise + 1)))
-
-
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over all parameters, PyTorch's or DeepSpeed's for the CPU."""
-    if config.name == "cpu_adam":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, adamw_mode=True)
-    return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)

@@ -19,7 +19,7 @@ from requestzero.recipes.data import RequestData
 from requestzero.recipes.devices import choose_devices
 from requestzero.recipes.lightning_module import LanguageModeling
 from requestzero.recipes.progress import UpdateProgress
-from requestzero.recipes.report import RunSummary
+from requestzero.recipes.report import RunSummary, checkpoint_directory
 from requestzero.recipes.sigterm import StopOnSigterm
 from requestzero.recipes.update_metrics import UpdateMetrics
 
@@ -90,11 +90,6 @@ def _checkpoints(cfg: Any, output_dir: Path) -> list[ModelCheckpoint]:
         )
         for interval in sorted(intervals)
     ]
-
-
-def checkpoint_directory(output_dir: Path) -> Path:
-    """Where a run's checkpoints lie."""
-    return output_dir / "checkpoints"
 
 
 def _summary(

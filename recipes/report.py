@@ -11,6 +11,11 @@ from rich.table import Table
 from requestzero.planning import PlanStatistics
 
 
+def checkpoint_directory(output_dir: Path) -> Path:
+    """Where a run's checkpoints lie."""
+    return output_dir / "checkpoints"
+
+
 @dataclass(frozen=True)
 class RunSummary:
     """Results of a run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,20 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from requestzero import RequestZeRO
-
-
-@dataclass
-class RunTotals:
-    """Counts of a run, which go on when it is resumed."""
-
-    requests: int = 0
-    micro_batches: int = 0
-    """Per rank."""
-    tokens: int = 0
-    """Trained tokens over all ranks."""
-    first_loss: float = math.nan
-    """Mean loss of the first update window, in nats per trained token."""
-    last_loss: float = math.nan
+from requestzero.recipes.run_totals import RunTotals
 
 
 @dataclass
@@ -94,13 +80,10 @@ class UpdateMetrics(Callback):
         loss_sum, tokens = strategy.reduce(sums, reduce_op="sum").tolist()
         self._clear_window()
         totals = self.totals
-        totals.tokens += int(tokens)
-        totals.last_loss = loss_sum / max(1.0, tokens)
-        if math.isnan(totals.first_loss):
-            totals.first_loss = totals.last_loss
+        totals.add_loss(loss_sum, tokens)
         self.figures.tokens += int(tokens)
         self.figures.seconds = time.perf_counter() - self._started
-        counts = {name: float(getattr(totals, name)) for name in ("requests", "micro_batches", "tokens")}
+        counts = {name: float(count) for name, count in totals.counts().items()}
         pl_module.log_dict({"loss": totals.last_loss, "lr": self._rate, **counts}, prog_bar=True)
 
     def _clear_window(self) -> None:

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from requestzero.recipes.run_totals import RunTotals
+
 
 @dataclass
-class LoopTotals:
+class LoopTotals(RunTotals):
     """Counts of a run; ``accelerator.register_for_checkpointing`` takes it."""
 
     updates: int = 0
     """Attempted ones."""
-    requests: int = 0
-    micro_batches: int = 0
-    """Per rank."""
-    tokens: int = 0
-    """Trained tokens over all ranks."""
-    first_loss: float = math.nan
-    """Mean loss of the first update window, in nats per trained token."""
-    last_loss: float = math.nan
 
     def add(self, window: Any, loss_sum: float, tokens: float) -> None:
         """Count one window; ``loss_sum`` and ``tokens`` are over all ranks."""
         self.updates += 1
         self.requests += window.requests
         self.micro_batches += window.micro_batches
-        self.tokens += int(tokens)
-        self.last_loss = loss_sum / max(1.0, tokens)
-        if math.isnan(self.first_loss):
-            self.first_loss = self.last_loss
+        self.add_loss(loss_sum, tokens)
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,0 +1,24 @@
+"""AdamW and its warm-up, as the section ``optimizer`` describes them; the same in both recipes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from requestzero.recipes.config_schema import OptimizerConfig
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over all parameters, PyTorch's or DeepSpeed's for the CPU."""
+    if config.name == "cpu_adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, adamw_mode=True)
+    return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+
+
+def make_warmup(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> LambdaLR:
+    """Linear rise of the learning rate; one step of the scheduler is one applied update."""
+    rise = config.warmup_steps + 1
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rise))
