@@ -17,7 +17,8 @@ from hydra import compose, initialize_config_module
 from loops import fresh
 from omegaconf import OmegaConf
 from ranks import RankGroup
-from test_launch import CONFIGS, finish, start
+from scripts import finish, start_module
+from test_launch import CONFIGS
 
 from requestzero.recipes import accelerate_sft
 from requestzero.recipes.config_schema import register_schema
@@ -61,9 +62,9 @@ def test_final_weights_are_those_of_the_lightning_recipe(tmp_path: Path, data: l
     ours, lightning = tmp_path / "ours", tmp_path / "lightning"
     launch = ("accelerate.commands.launch", "--config_file", str(CONFIGS / "zero2_offload_cpu.yaml"))
     recipe = ("--main_process_port", "0", "-m", "requestzero.recipes.accelerate_sft")
-    output = finish(start(*launch, *recipe, *settings, f"hydra.run.dir={ours}"))
+    output = finish(start_module(*launch, *recipe, *settings, f"hydra.run.dir={ours}"))
     reference = ("requestzero.recipes.lightning_sft", *settings, "trainer.accelerator=cpu", "trainer.devices=2")
-    finish(start(*reference, f"hydra.run.dir={lightning}"))
+    finish(start_module(*reference, f"hydra.run.dir={lightning}"))
     folders = [ours / "checkpoints/update-4/pytorch_model", lightning / "checkpoints/update-4.ckpt/checkpoint"]
     found, expected = (
         torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"] for folder in folders

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from scripts import finish, start_module
 
 from requestzero.accelerate.launch import load_named
 
@@ -22,31 +20,6 @@ SCRIPT = Path(__file__).with_name("train_script.py")
 CONFIGS = Path(str(files("requestzero.configs"))) / "accelerate"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 PLACES = ("cpu", "one_gpu", "machines", "")
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
-
-
-def start(module: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """``python -m module``, in a process group of its own, without what this process was given for ranks of its own."""
-    inherited = {key: value for key, value in os.environ.items() if key not in VARIABLES}
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 150.0) -> str:
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"not done after {timeout:.0f} s:\n{output}")
-    assert process.returncode == 0, output
-    return output
 
 
 def free_port() -> str:
@@ -100,7 +73,7 @@ def test_accelerate_reads_the_file_and_so_do_we(name: str) -> None:
 def test_two_processes(tmp_path: Path, name: str) -> None:
     if not name.endswith("cpu") and torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs, or none")
-    finish(start(*launch(name, "--num_processes", "2", "--main_process_port", "0"), str(SCRIPT), str(tmp_path)))
+    finish(start_module(*launch(name, "--num_processes", "2", "--main_process_port", "0"), str(SCRIPT), str(tmp_path)))
     check(tmp_path, 2, "offload" in name)
 
 
@@ -108,7 +81,7 @@ def test_two_machines(tmp_path: Path) -> None:
     """Both launchers on this machine; each starts one process."""
     address = ("--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--num_processes", "2")
     launchers = [
-        start(
+        start_module(
             *launch("zero2_offload_machines", *address, "--machine_rank", str(rank)),
             str(SCRIPT),
             str(tmp_path),
@@ -122,19 +95,21 @@ def test_two_machines(tmp_path: Path) -> None:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    finish(start(*launch("zero2_offload_one_gpu", "--main_process_port", "0"), str(SCRIPT), str(tmp_path)))
+    finish(start_module(*launch("zero2_offload_one_gpu", "--main_process_port", "0"), str(SCRIPT), str(tmp_path)))
     check(tmp_path, 1, True)
 
 
 def test_without_a_launcher(tmp_path: Path) -> None:
-    finish(start("train_script", str(tmp_path), PYTHONPATH=f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"))
+    finish(
+        start_module("train_script", str(tmp_path), PYTHONPATH=f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}")
+    )
     check(tmp_path, 1, False, "no")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torchrun would have two processes share a GPU")
 def test_torchrun(tmp_path: Path) -> None:
     command = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    finish(start(*command, str(SCRIPT), str(tmp_path)))
+    finish(start_module(*command, str(SCRIPT), str(tmp_path)))
     check(tmp_path, 2, False, "no")
 
 
@@ -145,7 +120,7 @@ def test_a_contradiction_is_told_before_training(tmp_path: Path) -> None:
     base["deepspeed_config"] = {"deepspeed_config_file": str(tmp_path / "ds.yaml"), "zero_stage": 2}
     (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(base))
     command = ("accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml"))
-    process = start(*command, "--main_process_port", "0", str(SCRIPT), str(tmp_path))
+    process = start_module(*command, "--main_process_port", "0", str(SCRIPT), str(tmp_path))
     output, _ = process.communicate(timeout=150)
     assert process.returncode != 0
     message = f"bf16.enabled is True in accelerate's mixed_precision='bf16' and False in the DeepSpeed file '{tmp_path}"

@@ -1,0 +1,42 @@
+"""Programs that start ranks of their own, as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """``python ...``, in a process group of its own, without what this process was given for ranks of its own."""
+    inherited = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def start_module(module: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """``python -m module ...``."""
+    return start("-m", module, *arguments, **environment)
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 150.0) -> str:
+    """The output of a program that has to end well; one that takes too long is killed with all that it has started."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"not done after {timeout:.0f} s:\n{output}")
+    assert process.returncode == 0, output
+    return output
