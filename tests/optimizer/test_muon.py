@@ -58,7 +58,9 @@ def batch(engine: Any, step: int, request: int) -> torch.Tensor:
     import deepspeed.comm as dist
 
     generator = torch.Generator().manual_seed(1000 * step + 10 * request + dist.get_rank())
-    return (2 * torch.randint(-2, 3, (3, IN), generator=generator)).to(engine.device, next(engine.module.parameters()).dtype)
+    return (2 * torch.randint(-2, 3, (3, IN), generator=generator)).to(
+        engine.device, next(engine.module.parameters()).dtype
+    )
 
 
 def muon_groups(engine: Any) -> list[int]:

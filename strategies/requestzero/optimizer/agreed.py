@@ -34,8 +34,9 @@ class AgreedReduction(WindowedOptimizer):
         if self.comm is dist:
             super().reduce_ipg_grads(comm_dtype)
             return
-        # Where a bucket is emptied within a backward, this is the parameter for which it has no room.
-        self.agreement.before_reduction(flush, None if comm_dtype is None else self.arriving)
+        # Where a bucket is emptied within a backward, there is a parameter for which it has no room.
+        within = comm_dtype is not None and self.arriving is not None
+        self.agreement.before_reduction(flush, self.get_param_id(self.arriving) if within else None)
         with replaced(stage_1_and_2, "dist", self.comm):
             super().reduce_ipg_grads(comm_dtype)
 

@@ -1,7 +1,7 @@
-"""From a reduced bucket into the window's sum: all that this rank owns of it at once, not one parameter after another.
+"""From a bucket into the window's sum: all that this rank owns of it at once, not one parameter after another.
 
-For groups whose sum is a flat fp32 partition (fp32 accumulation on a 16-bit model), and for all groups under CPU
-offload. Other sums are tensors of their own on the device, and stay with DeepSpeed.
+The sum is a flat fp32 partition (fp32 accumulation on a 16-bit model), else under CPU offload the host gradient, else a
+tensor for every parameter on the device, whole where ranks share one.
 """
 
 from __future__ import annotations
@@ -13,20 +13,26 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 from typing_extensions import override
 
+from requestzero.optimizer.bucket_packing import BucketPacking
 from requestzero.optimizer.bucket_runs import Piece, Run, runs_of
+from requestzero.optimizer.partition_views import PartitionViews
 from requestzero.optimizer.windowed import WindowedOptimizer
 
 # Stands for "no output" where DeepSpeed would merge a slice without output with one that has an output, and lose it.
 _NO_OUTPUT = torch.empty(0)
 
 
-class BucketSum(WindowedOptimizer):
+class BucketSum(BucketPacking):
     """Written for DeepSpeed 0.19.8, which slices, adds and copies every owned parameter on its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._taken: set[int] = set()
+        """Parameters whose gradients were taken with others of their bucket, and that DeepSpeed will ask for."""
+        self._arrived: dict[int, torch.Tensor] = {}
+        """Gradients of this backward that are still to be added to a sum of their own."""
         super().__init__(*args, **kwargs)
 
     # --- what never changes, looked up for every parameter of every backward ----------------------------------------
@@ -37,15 +43,15 @@ class BucketSum(WindowedOptimizer):
         return frozenset(filter(self._use_compact_grad_partition_buffer, self.group_indices))
 
     @cached_property
-    def _taken_groups(self) -> frozenset[int]:
-        """Groups whose gradients are taken from the bucket here."""
+    def _partitioned_groups(self) -> frozenset[int]:
+        """Groups whose sum is one tensor, a flat partition or the host gradient; others have one per parameter."""
         return frozenset(self.group_indices) if self.cpu_offload else self._flat_groups
 
     @cached_property
-    def _packs_buckets(self) -> bool:
-        """Whether reduction begins when all gradients are there, and nothing but the bucket is read after it."""
-        at_the_end = not self.partition_gradients and not self.overlap_comm and self.contiguous_gradients
-        return at_the_end and not self.has_moe_layers and len(self._taken_groups) == len(self.group_indices)
+    def _reduces_in_place(self) -> bool:
+        """Whether DeepSpeed would bring the reduced bucket to every rank as well (its default), with one reduction."""
+        everywhere = self.reduce_scatter and self.use_multi_rank_bucket_allreduce
+        return bool(everywhere and not self.overlap_comm and not self.has_moe_layers)
 
     @cached_property
     def _owned_places(self) -> dict[int, tuple[int, int, int, int]]:
@@ -74,9 +80,6 @@ class BucketSum(WindowedOptimizer):
     def copy_grads_in_partition(self, param: torch.Tensor, group_idx: int | None = None) -> None:
         """Take reduced gradients into the window's sum: those of the whole bucket with the first that is asked for."""
         param_id = self.get_param_id(param)
-        if not self._taken_groups or self._owned_places[param_id][0] not in self._taken_groups:
-            super().copy_grads_in_partition(param, group_idx)
-            return
         if param_id not in self._taken:
             self._take_bucket(param)
         self._taken.remove(param_id)
@@ -86,14 +89,16 @@ class BucketSum(WindowedOptimizer):
         """Add everything that this rank owns of the bucket of ``param``."""
         comm_dtype = self.get_param_comm_dtype(param)
         bucket = self.ipg_buckets[comm_dtype]
+        reduced = self._reduced(bucket, param)
         pieces = list(self._owned_pieces(bucket))
-        self._taken = {piece.param_id for piece in pieces}
-        for run in runs_of(self._reduced(bucket, param), pieces):
+        for run in runs_of(reduced, pieces):
             if run.group_idx not in self._flat_groups:
                 self.add_to_host(run)
             elif self._keeps_reduced_values(comm_dtype):
                 self._add_to_partition(run)
+        self._taken = {piece.param_id for piece in pieces}
         self.note_reduced(self._taken)
+        self._taken |= self._take_out_of(bucket, reduced)
 
     def _reduced(self, bucket: Any, param: torch.Tensor) -> torch.Tensor:
         """The reduced gradients, flat; one that is larger than a bucket is alone and stays in its own memory."""
@@ -104,15 +109,60 @@ class BucketSum(WindowedOptimizer):
     def _owned_pieces(self, bucket: Any) -> Iterator[Piece]:
         begin = 0
         for group_idx, param_idx, param_id in bucket.params:
-            if group_idx in self._taken_groups and param_id in self._owned_places:
+            if group_idx in self._partitioned_groups and param_id in self._owned_places:
                 _, start, offset, numel = self._owned_places[param_id]
                 yield Piece(param_id, group_idx, offset, begin + start, numel, param_id in self.window.on_host)
             begin += self.bit16_groups[group_idx][param_idx].numel()
+
+    def _take_out_of(self, bucket: Any, reduced: torch.Tensor) -> set[int]:
+        """Copy the gradients of parameters that have a sum of their own, since the bucket is used again; their ids."""
+        owned = [
+            (position, self.param_dict[param_id])
+            for position, (group_idx, _, param_id) in enumerate(bucket.params)
+            if group_idx not in self._partitioned_groups and param_id in self._owned_places
+        ]
+        if owned:
+            copies = [reduced]  # in memory of its own, if it is larger than a bucket
+            if reduced.numel() <= self.reduce_bucket_size:
+                parts = reduced.split([self.param_dict[param_id].numel() for _, _, param_id in bucket.params])
+                flat = torch.cat([parts[position] for position, _ in owned])
+                copies = list(flat.split([param.numel() for _, param in owned]))
+            for (_, param), copy in zip(owned, copies, strict=True):
+                self._arrived[self.get_param_id(param)] = copy.view(param.shape)
+        return {self.get_param_id(param) for _, param in owned}
+
+    @override
+    def get_all_grad_tensors(self, tensor_list: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Also of gradients that were taken out of a bucket."""
+        for param in tensor_list:
+            gradient = self._arrived.pop(self.get_param_id(param), None)
+            if gradient is not None:
+                self._set_grad_attribute(param, gradient)
+        return super().get_all_grad_tensors(tensor_list, dtype)
+
+    def _set_grad_attribute(self, param: Any, gradient: torch.Tensor) -> None:
+        if self.use_grad_accum_attribute:
+            param.grad_accum = gradient
+        else:
+            param.grad = gradient
+
+    def forget_bucket(self) -> None:
+        """What was taken out of a bucket in a backward that was interrupted does not count."""
+        self._taken.clear()
+        self._arrived.clear()
 
     def _add_to_partition(self, run: Run) -> None:
         partition = self._get_compact_grad_partition_buffer(run.group_idx).flat_partition
         self._wait_for_partitions(get_accelerator().current_stream())
         run.slice_of(partition).add_(run.values)
+
+    @override
+    def _build_compact_grad_partition_buffer(self, group_idx: int) -> GradPartitionBufferGroup:
+        """A partition of zeros; the views of its parameters are made on demand."""
+        device = get_accelerator().current_device_name()
+        zeros = torch.zeros(int(self.partition_size[group_idx]), dtype=self.gradient_accumulation_dtype, device=device)
+        places = [self._owned_places[self.get_param_id(param)][2:] for param in self.params_in_partition[group_idx]]
+        return PartitionViews(zeros, places)
 
     def _wait_for_partitions(self, stream: Any) -> None:
         """Let ``stream`` add to partitions only when they have been filled, with zeros or restored values."""
@@ -130,24 +180,23 @@ class BucketSum(WindowedOptimizer):
 
     @override
     def average_tensor(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
-        """In place where the bucket is packed; also wait for partitions that another stream has filled.
+        """In place where that gives the same; also wait for partitions that another stream has filled.
 
         DeepSpeed copies what goes to each rank out of the bucket, reduces the copy and copies it back.
         """
         if not tensor.numel():
             return  # a bucket that nothing is in; as in DeepSpeed, no collective
-        self._wait_for_partitions(self.reduction_stream if self.overlap_comm else get_accelerator().current_stream())
-        if not (self._packs_buckets and self._keeps_reduced_values(communication_data_type) and self._all_reduces):
+        stream = self.reduction_stream if self.overlap_comm else get_accelerator().current_stream()
+        self._wait_for_partitions(stream)
+        if not (self._reduces_in_place and self._keeps_reduced_values(communication_data_type)):
             super().average_tensor(tensor, communication_data_type)
             return
+        for event in self.ipg_buckets[communication_data_type].ready_events.values():
+            stream.wait_event(event)  # of hooks that have filled the bucket on other streams
+        self._record_gradient_stream(tensor, stream)
         if self.gradient_average:
             tensor.div_(dist.get_world_size(group=self.dp_process_group))
         self.comm.all_reduce(tensor, group=self.dp_process_group)
-
-    @property
-    def _all_reduces(self) -> bool:
-        """Whether DeepSpeed would bring the reduced bucket to every rank as well (its default)."""
-        return bool(self.reduce_scatter and self.use_multi_rank_bucket_allreduce)
 
     @override
     def _get_compact_grad_partition_slice(
@@ -169,43 +218,3 @@ class BucketSum(WindowedOptimizer):
     def _add_to_grad_partition_buffer(output: torch.Tensor | None, source: torch.Tensor) -> None:
         if output is not _NO_OUTPUT:
             WindowedOptimizer._add_to_grad_partition_buffer(output, source)
-
-    # --- stage 1: a bucket is filled by one copy --------------------------------------------------------------------
-
-    @override
-    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Also fill the buckets first: DeepSpeed, which copies gradients one by one, finds nothing left to copy."""
-        if self._packs_buckets and self.ready_for_gradients:
-            for group_idx, group in enumerate(self.bit16_groups):
-                for param in group:
-                    self._note_gradient(param, group_idx)
-            for bucket in self.ipg_buckets.values():
-                self._pack(bucket)
-        super().reduce_gradients(pipeline_parallel)
-
-    def _note_gradient(self, param: Any, group_idx: int) -> None:
-        """Put a gradient on the list of its bucket, which is reduced before if it is full."""
-        gradient, size = self.get_gradient_for_reduction(param), param.numel()
-        if gradient is None or size > self.reduce_bucket_size or not getattr(param, "ds_grad_is_ready", True):
-            return
-        self.look_at_gradient(param)
-        comm_dtype = self.get_param_comm_dtype(param)
-        bucket = self.ipg_buckets[comm_dtype]
-        if bucket.elements + size > self.reduce_bucket_size:
-            self._pack(bucket)
-            self.reduce_ipg_grads(comm_dtype)
-        if size > 0:
-            # It may be of another stream's memory, where a backward hook has run, and is let go of before it is copied.
-            self._record_gradient_stream(gradient, get_accelerator().current_stream())
-            bucket.grads.append(gradient)
-            bucket.params.append((group_idx, param.param_idx_in_group, self.get_param_id(param)))
-            bucket.elements += size
-
-    def _pack(self, bucket: Any) -> None:
-        """Copy the gradients on the bucket's list into it, and let go of them."""
-        if bucket.grads:
-            flat = [gradient.reshape(-1) for gradient in bucket.grads]
-            torch.cat(flat, out=bucket.buffer[bucket.index].narrow(0, 0, bucket.elements))
-            bucket.grads.clear()
-            for _, _, param_id in bucket.params:
-                self.clear_grad_attribute(self.param_dict[param_id])

@@ -43,8 +43,7 @@ class LocalOrigin:
 class OverflowOrigin(WindowedOptimizer):
     """Written for DeepSpeed 0.19.8, which knows of an overflow only that there is one."""
 
-    def __init__(self, *args: Any, records_origin: bool = False, **kwargs: Any) -> None:
-        self.records_origin = records_origin
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.overflow_origin = ""
         """Where the overflow of the last step arose, the same text on all ranks."""
         self.loss_scale_exhausted = False
@@ -52,10 +51,9 @@ class OverflowOrigin(WindowedOptimizer):
         super().__init__(*args, **kwargs)
 
     @override
-    def look_at_gradient(self, param: torch.Tensor) -> None:
-        """Also record its peak, before it meets the gradients of other ranks."""
-        super().look_at_gradient(param)
-        gradient = self.get_gradient_for_reduction(param) if self.records_origin else None
+    def record_origin(self, param: torch.Tensor) -> None:
+        """Record the peak of a gradient before it meets those of other ranks."""
+        gradient = self.get_gradient_for_reduction(param)
         if gradient is not None and gradient.numel():
             peak = torch.linalg.vector_norm(gradient, float("inf"), dtype=torch.float32)  # NaN goes through
             self.window.open_peaks.append((self.get_param_id(param), peak))

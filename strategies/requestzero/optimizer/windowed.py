@@ -21,14 +21,15 @@ class WindowedOptimizer(DeepSpeedZeroOptimizer):
     params_already_reduced: list[bool]
     _global_grad_norm: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, records_origin: bool = False, **kwargs: Any) -> None:
         # Before super(), whose constructor calls methods that are overridden here.
         self.window = UpdateWindow()
         self.agreement = Agreement()
         self.comm: Any = dist
         """``deepspeed.comm``, or what stands for it in this optimizer's own collectives."""
-        self.arriving: int | None = None
-        """DeepSpeed's number of the parameter whose gradient comes into a bucket next."""
+        self.arriving: torch.Tensor | None = None
+        """The parameter whose gradient comes into a bucket next."""
+        self.records_origin = records_origin
         self.peak_grad_partition_bytes = 0
         super().__init__(*args, **kwargs)
 
@@ -58,6 +59,9 @@ class WindowedOptimizer(DeepSpeedZeroOptimizer):
         )
 
     def _sum_element_size(self, group_idx: int) -> int:
+        partition = self.resident_partition(group_idx)
+        if partition is not None:
+            return int(partition.element_size())
         sums = self.averaged_gradients.get(group_idx) or self.all_grad_tensors.get(group_idx)
         return int(sums[0].element_size()) if sums else 0
 
@@ -68,9 +72,10 @@ class WindowedOptimizer(DeepSpeedZeroOptimizer):
     @override
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: torch.Tensor, i: int) -> None:
         """Also look at the gradient, before a bucket that has no room for it is emptied."""
-        self.look_at_gradient(param)
+        self.arriving = param
+        if self.records_origin:
+            self.record_origin(param)
         super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
 
-    def look_at_gradient(self, param: torch.Tensor) -> None:
-        """Called once for every local gradient, when it goes into a reduction."""
-        self.arriving = self.get_param_id(param)
+    def record_origin(self, param: torch.Tensor) -> None:
+        """Called with every parameter whose gradient goes into a reduction, if ``records_origin`` is set."""

@@ -111,7 +111,7 @@ class RequestZeROOptimizer(AgreedReduction, RequestBackup, OverflowOrigin, HostS
         for gradients in self.previous_reduced_grads.values():
             gradients.clear()
         self.params_already_reduced = [False] * len(self.params_already_reduced)
-        self._taken.clear()
+        self.forget_bucket()
         self._release_ipg_buffers()
         self._backward_active_depth = 0
 
