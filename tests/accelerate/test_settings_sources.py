@@ -304,7 +304,9 @@ def test_precision_of_the_accelerator_against_the_config() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs compute in fp16")
-def test_fp16_where_deepspeed_refuses_it() -> None:
+def test_fp16_where_deepspeed_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without fp16 arithmetic."""
+    monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda self: False)
     with pytest.raises(ValueError, match="fp16 is not possible on cpu, where DeepSpeed refuses it"):
         build({}, precision="fp16")
 
