@@ -70,7 +70,12 @@ class BucketPacking(WindowedOptimizer):
             # It may be of another stream's memory, where a backward hook has run.
             self._record_gradient_stream(gradient, stream)
         flat = [gradient.reshape(-1) for gradient in bucket.grads]
-        torch.cat(flat, out=bucket.buffer[bucket.index].narrow(0, 0, bucket.elements))
+        room = bucket.buffer[bucket.index].narrow(0, 0, bucket.elements)
+        dtypes = {gradient.dtype for gradient in flat}
+        if dtypes == {room.dtype} or len(dtypes) > 1:
+            torch.cat(flat, out=room)
+        else:  # several times faster than a concatenation that converts
+            room.copy_(torch.cat(flat))
         bucket.grads.clear()
         for _, _, param_id in bucket.params:
             self.clear_grad_attribute(self.param_dict[param_id])

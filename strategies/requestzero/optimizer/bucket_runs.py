@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The owned part of one parameter's gradient; positions and sizes in elements."""
 
     param_id: int

@@ -73,14 +73,14 @@ class HostSum(BucketSum):
     # --- a backward -------------------------------------------------------------------------------------------------
 
     @override
-    def setup_buckets(self) -> None:
+    def begin_backward(self) -> None:
         """Also wait for the copies of earlier backwards, here once per backward instead of once per parameter.
 
         The host gradient may be pageable, and a copy from pageable memory is staged before a stream could wait.
         """
-        if self.cpu_offload and not self.ready_for_gradients:
+        if self.cpu_offload:
             self._wait_for_offload_copies()
-        super().setup_buckets()
+        super().begin_backward()
 
     @override
     def note_reduced(self, param_ids: set[int]) -> None:

@@ -54,11 +54,10 @@ class RequestBackup(WindowedOptimizer):
         self._good_end = None
 
     @override
-    def setup_buckets(self) -> None:
+    def begin_backward(self) -> None:
         """Also save the sums before the first backward of a request changes them."""
-        begins = not self.ready_for_gradients
-        super().setup_buckets()  # waits for pending copies under offload
-        if begins and self._good_end is not None and not self._good_end.copied:
+        super().begin_backward()  # waits for pending copies under offload
+        if self._good_end is not None and not self._good_end.copied:
             self._save_sums(self._good_end)
 
     def judge_request(self) -> DroppedRequest | None:

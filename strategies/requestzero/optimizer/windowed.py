@@ -69,6 +69,26 @@ class WindowedOptimizer(DeepSpeedZeroOptimizer):
         """Remember the largest gradient partition seen; called where it is largest, before a release."""
         self.peak_grad_partition_bytes = max(self.peak_grad_partition_bytes, self.grad_partition_bytes())
 
+    # --- what DeepSpeed does for every gradient of every backward ----------------------------------------------------
+
+    @override
+    def should_refresh_expected_hook_count(self) -> bool:
+        """No: autograd tells when a backward has ended, and what DeepSpeed would count is used where it does not.
+
+        The count walks over all parameters of the model, a fifth of the backward of a model with many small ones.
+        """
+        return super().should_refresh_expected_hook_count() and torch._C._current_graph_task_id() == -1
+
+    @override
+    def setup_buckets(self) -> None:
+        """With :meth:`begin_backward` at the first gradient; DeepSpeed calls this for every one."""
+        if not self.ready_for_gradients:
+            self.begin_backward()
+
+    def begin_backward(self) -> None:
+        """Make the buckets ready for a backward's first gradient."""
+        super().setup_buckets()
+
     @override
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: torch.Tensor, i: int) -> None:
         """Also look at the gradient, before a bucket that has no room for it is emptied."""
