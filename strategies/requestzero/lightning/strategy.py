@@ -101,8 +101,8 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
     Args:
         stage: See :class:`~requestzero.settings.RequestZeROSettings` for this and the options up to ``overflow``.
         offload_optimizer: Master weights and optimizer step on the CPU.
-        retain_gpu_grad_partition_until_step: Trade device memory between requests for copies; needs offload, and fp32
-            accumulation on a 16-bit model.
+        retain_gpu_grad_partition_until_step: True trades device memory between requests for copies, ``"auto"`` while
+            there is enough of it; needs offload, and fp32 accumulation on a 16-bit model.
         grad_accum_dtype: dtype of the window's running sum.
         normalization: What the window's sum is divided by. With ``"token"`` the loss is a sum, and the loader's
             ``MicroBatch(weight=...)`` or :meth:`add_weight` says of how many tokens.
@@ -134,7 +134,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         self,
         stage: int = 2,
         offload_optimizer: bool = False,
-        retain_gpu_grad_partition_until_step: bool = False,
+        retain_gpu_grad_partition_until_step: bool | str = False,
         grad_accum_dtype: str | None = None,
         normalization: str = "mean",
         overflow: OverflowSettings | Mapping[str, Any] | None = None,
