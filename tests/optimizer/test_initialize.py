@@ -93,7 +93,7 @@ def test_stock_rejects_the_retain_option(one_rank: RankGroup) -> None:
         ({"zero_optimization": {"stage": 1}, "hybrid_engine": {"enabled": True}}, r"hybrid_engine\.enabled was asked"),
         (
             {"zero_optimization": {"stage": 2, "retain_gpu_grad_partition_until_step": "yes"}},
-            r"retain_gpu_grad_partition_until_step='yes' is not allowed: use true or false",
+            r"retain_gpu_grad_partition_until_step='yes' is not allowed: use true, false or 'auto'",
         ),
     ],
 )

@@ -205,8 +205,9 @@ def check_retained(settings: RequestZeROSettings, precision: str) -> None:
     if settings.retain_gpu_grad_partition_until_step and not (sixteen_bit and settings.grad_accum_dtype == "fp32"):
         raise ValueError(
             f"{RETAIN_OPTION}={settings.retain_gpu_grad_partition_until_step!r} does nothing with "
-            f"Trainer(precision={precision!r}) and grad_accum_dtype={settings.grad_accum_dtype!r}: it needs fp32 accumulation "
-            "on a 16-bit model, such as precision='bf16-true' with grad_accum_dtype='fp32'; or leave it out."
+            f"Trainer(precision={precision!r}) and grad_accum_dtype={settings.grad_accum_dtype!r}: it needs fp32 "
+            "accumulation on a 16-bit model, such as precision='bf16-true' with grad_accum_dtype='fp32'; or leave it "
+            "out."
         )
 
 

@@ -36,6 +36,7 @@ class MemoryWatch:
         self.margin = max(int(FREE_SHARE * get_accelerator().total_memory()), partition_bytes)
         """Bytes that have to be free beside the partitions: a share of the device's memory, or another partition."""
         self._suffices: bool | None = None
+        free_device_memory()  # where DeepSpeed's accelerator cannot tell, it says so before training
 
     def suffices(self) -> bool:
         """Whether memory suffices to keep the partitions, which are on the device now."""

@@ -54,7 +54,8 @@ class TravellingPartition(HostGradient):
         self.partition_traffic = PartitionTraffic()
         super().__init__(*args, **kwargs)
         if retain_gpu_grad_partition_until_step == "auto" and self.cpu_offload:
-            self._memory_watch.suffices()  # raises now if the accelerator cannot say
+            element = self.gradient_accumulation_dtype.itemsize
+            self._memory_watch = MemoryWatch(sum(int(self.partition_size[i]) * element for i in self._flat_groups))
 
     # --- publish ----------------------------------------------------------------------------------------------------
 
@@ -100,11 +101,6 @@ class TravellingPartition(HostGradient):
     def _keeps_partitions(self) -> bool:
         retain = self.retain_gpu_grad_partition_until_step
         return self._memory_watch.suffices() if retain == "auto" else bool(retain)
-
-    @cached_property
-    def _memory_watch(self) -> MemoryWatch:
-        element = self.gradient_accumulation_dtype.itemsize
-        return MemoryWatch(sum(int(self.partition_size[i]) * element for i in self._flat_groups))
 
     # --- restore ----------------------------------------------------------------------------------------------------
 
