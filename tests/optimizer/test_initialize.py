@@ -190,16 +190,17 @@ def test_merging() -> None:
         merge_configs(first, {"c": 1}, "the arguments", "config")
 
 
-def test_settings_become_deepspeed_keys() -> None:
+@pytest.mark.parametrize("retain", [True, "auto"])
+def test_settings_become_deepspeed_keys(retain: bool | str) -> None:
     assert settings_to_config(RequestZeROSettings(stage=1)) == {"zero_optimization": {"stage": 1}}
     settings = RequestZeROSettings(
-        offload_optimizer=True, retain_gpu_grad_partition_until_step=True, grad_accum_dtype="fp32"
+        offload_optimizer=True, retain_gpu_grad_partition_until_step=retain, grad_accum_dtype="fp32"
     )
     assert settings_to_config(settings) == {
         "zero_optimization": {
             "stage": 2,
             "offload_optimizer": {"device": "cpu"},
-            "retain_gpu_grad_partition_until_step": True,
+            "retain_gpu_grad_partition_until_step": retain,
         },
         "data_types": {"grad_accum_dtype": "fp32"},
     }
