@@ -7,6 +7,7 @@ copy runs beside the forward and backward; or, where nobody has announced the re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -120,7 +121,7 @@ class TravellingPartition(HostGradient):
 
     def _restore_ahead(self, group_idx: int) -> None:
         # On the stream that has released it, where the same memory may be given out again.
-        flat = self._empty_partition(group_idx)
+        flat = self._new_partition(group_idx, torch.empty)
         stream = self._traffic_stream
         if stream is not None:
             stream.wait_stream(get_accelerator().current_stream())
@@ -147,18 +148,17 @@ class TravellingPartition(HostGradient):
         if not self.cpu_offload:
             group = super()._build_compact_grad_partition_buffer(group_idx)
         else:
-            flat = self._empty_partition(group_idx)
-            if group_idx in self.window.published:
+            begun = group_idx in self.window.published
+            flat = self._new_partition(group_idx, torch.empty if begun else torch.zeros)
+            if begun:
                 self._fill_from_host(flat, group_idx)
-            else:
-                flat.zero_()
             group = GradPartitionBufferGroup([flat], flat)
         self._note_ready(group_idx)
         return group
 
-    def _empty_partition(self, group_idx: int) -> torch.Tensor:
+    def _new_partition(self, group_idx: int, make: Callable[..., torch.Tensor]) -> torch.Tensor:
         numel, device = self.host_gradient(group_idx).numel(), get_accelerator().current_device_name()
-        return torch.empty(numel, dtype=self.gradient_accumulation_dtype, device=device)
+        return make(numel, dtype=self.gradient_accumulation_dtype, device=device)
 
     def _fill_from_host(self, flat: torch.Tensor, group_idx: int) -> None:
         host = self.host_gradient(group_idx)
