@@ -78,7 +78,12 @@ def test_a_released_partition_comes_back_with_the_forward(two_ranks: RankGroup, 
     spec = Run(
         batches=6,
         trainer={"accumulate": 3, "precision": "bf16-true"},
-        options={"stage": stage, "offload_optimizer": True, "grad_accum_dtype": "fp32"},
+        options={
+            "stage": stage,
+            "offload_optimizer": True,
+            "grad_accum_dtype": "fp32",
+            "config": {"zero_force_ds_cpu_optimizer": False},
+        },
         schedule=False,
     )
     for got in two_ranks.run(train, spec):
