@@ -69,14 +69,18 @@ def _zero(cfg: Any) -> Iterator[str]:
         refusal = _refusal(RequestZeROSettings, **{name: value})
         if refusal:
             yield f"zero.{refusal}"
-    if cfg.zero.retain_gpu_grad_partition_until_step and not cfg.zero.offload_optimizer:
+    retain = cfg.zero.retain_gpu_grad_partition_until_step
+    if retain not in (True, "auto"):
+        return
+    given = f"zero.retain_gpu_grad_partition_until_step={'true' if retain is True else retain}"
+    if not cfg.zero.offload_optimizer:
         yield (
-            "zero.retain_gpu_grad_partition_until_step=true is not allowed without "
-            "zero.offload_optimizer=true: use zero=stage1_offload or zero=stage2_offload."
+            f"{given} is not allowed without zero.offload_optimizer=true: use zero=stage1_offload or "
+            "zero=stage2_offload."
         )
-    elif cfg.zero.retain_gpu_grad_partition_until_step and not _sums_16_bits_in_fp32(cfg):
+    elif not _sums_16_bits_in_fp32(cfg):
         yield (
-            f"zero.retain_gpu_grad_partition_until_step=true with precision.mode={cfg.precision.mode!r} and "
+            f"{given} with precision.mode={cfg.precision.mode!r} and "
             f"zero.grad_accum_dtype={cfg.zero.grad_accum_dtype!r} has nothing to keep: use a 16-bit precision and "
             "zero.grad_accum_dtype=fp32."
         )

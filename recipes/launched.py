@@ -99,15 +99,16 @@ def _said() -> dict[str, Any]:
     enabled = [name for name in ("bf16", "fp16") if look_up(config, f"{name}.enabled") is True]
     precision = enabled[0] if enabled else launched_precision(os.environ)
     named = config.get("zero_optimization") is not None
-    said = {
+    said: dict[str, Any] = {
         "stage": stage if named else None,
         "offload_optimizer": device == "cpu" if named else None,
-        "retain_gpu_grad_partition_until_step": retain,
         "grad_accum_dtype": look_up(config, "data_types.grad_accum_dtype"),
         "mode": None if precision is None else _MODES.get(precision),
         **_ranks(),
     }
-    return {key: value for key, value in said.items() if value not in (None, "auto")}
+    open_to_others = (None, "auto")
+    said = {key: value for key, value in said.items() if value not in open_to_others}
+    return said if retain is None else {**said, "retain_gpu_grad_partition_until_step": retain}
 
 
 def _ranks() -> dict[str, int]:

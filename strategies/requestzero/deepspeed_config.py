@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from requestzero.nearest import nearest
-from requestzero.settings import RequestZeROSettings
+from requestzero.settings import RequestZeROSettings, check_retain
 
 Config = dict[str, Any]
 
@@ -145,7 +145,7 @@ def settings_to_config(settings: RequestZeROSettings) -> Config:
     if settings.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     if settings.retain_gpu_grad_partition_until_step:
-        zero[RETAIN_OPTION] = True
+        zero[RETAIN_OPTION] = settings.retain_gpu_grad_partition_until_step
     config: Config = {"zero_optimization": zero}
     if settings.grad_accum_dtype is not None:
         config["data_types"] = {"grad_accum_dtype": settings.grad_accum_dtype}
@@ -155,20 +155,19 @@ def settings_to_config(settings: RequestZeROSettings) -> Config:
     return config
 
 
-def take_retain_option(config: Config) -> bool:
+def take_retain_option(config: Config) -> bool | str:
     """Remove ``zero_optimization.retain_gpu_grad_partition_until_step`` from ``config`` and return its value.
 
     DeepSpeed's own schema does not know the key yet and would reject it.
 
     Raises:
-        ValueError: the value is not a bool.
+        ValueError: the value is neither a bool nor ``"auto"``.
     """
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict) or RETAIN_OPTION not in zero:
         return False
-    value = zero.pop(RETAIN_OPTION)
-    if not isinstance(value, bool):
-        raise ValueError(f"zero_optimization.{RETAIN_OPTION}={value!r} is not allowed: use true or false.")
+    value: bool | str = zero.pop(RETAIN_OPTION)
+    check_retain(f"zero_optimization.{RETAIN_OPTION}", value)
     return value
 
 

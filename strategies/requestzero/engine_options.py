@@ -16,7 +16,7 @@ class EngineOptions:
     See :mod:`requestzero.settings`, which owns their meaning and defaults.
     """
 
-    retain_gpu_grad_partition_until_step: bool = False
+    retain_gpu_grad_partition_until_step: bool | str = False
     """DeepSpeed key: ``zero_optimization.retain_gpu_grad_partition_until_step``."""
     overflow: OverflowSettings = field(default_factory=OverflowSettings)
     """What the config's sections ``overflow``, ``fp16`` and ``bf16`` say together. The engine reads ``on_overflow``,

@@ -18,7 +18,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     Takes the arguments of ``deepspeed.initialize`` and returns what it returns, ``(engine, optimizer, dataloader,
     lr_scheduler)``; the engine is a :class:`~requestzero.optimizer.engine.RequestZeROEngine`. ``config`` may be a
     dict, a path to a JSON or YAML file, or an OmegaConf object, and may set
-    ``zero_optimization.retain_gpu_grad_partition_until_step`` (bool, default false).
+    ``zero_optimization.retain_gpu_grad_partition_until_step`` (bool or ``"auto"``, default false).
 
     Raises:
         ImportError: the installed DeepSpeed is not supported.

@@ -39,6 +39,12 @@ def _check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} is not allowed: use true or false.")
 
 
+def check_retain(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is one of ``retain_gpu_grad_partition_until_step``, here called ``name``."""
+    if not isinstance(value, bool) and value != "auto":
+        raise ValueError(f"{name}={value!r} is not allowed: use true, false or 'auto'.")
+
+
 def _check_integer(name: str, value: Any, lowest: int, highest: float = math.inf) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (whole and lowest <= value <= highest):
@@ -160,10 +166,11 @@ class RequestZeROSettings:
     offload_optimizer: bool = False
     """Whether master weights, optimizer state and the optimizer step live on the CPU.
     DeepSpeed key: ``zero_optimization.offload_optimizer.device``."""
-    retain_gpu_grad_partition_until_step: bool = False
+    retain_gpu_grad_partition_until_step: bool | str = False
     """With CPU offload and fp32 accumulation on a 16-bit model: true keeps the device's fp32 gradient partition
-    until the step, false frees it at every request boundary and restores it in the next backward. The weights are
-    the same bit for bit. DeepSpeed key: ``zero_optimization.retain_gpu_grad_partition_until_step``."""
+    until the step, false frees it at every request boundary and restores it for the next request; ``"auto"`` keeps it
+    while the device has memory to spare, as each rank finds at every boundary. The weights are the same bit for bit.
+    DeepSpeed key: ``zero_optimization.retain_gpu_grad_partition_until_step``."""
     grad_accum_dtype: str | None = None
     """dtype of the window's running gradient sum: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``None``: the model's.
     DeepSpeed key: ``data_types.grad_accum_dtype``."""
@@ -192,7 +199,7 @@ class RequestZeROSettings:
     def __post_init__(self) -> None:
         _check_choice("stage", self.stage, STAGES)
         _check_bool("offload_optimizer", self.offload_optimizer)
-        _check_bool("retain_gpu_grad_partition_until_step", self.retain_gpu_grad_partition_until_step)
+        check_retain("retain_gpu_grad_partition_until_step", self.retain_gpu_grad_partition_until_step)
         _check_choice("grad_accum_dtype", self.grad_accum_dtype, (None, *GRAD_ACCUM_DTYPES))
         _check_choice("normalization", self.normalization, NORMALIZATIONS)
         _check_choice("incomplete_window", self.incomplete_window, INCOMPLETE_WINDOW)

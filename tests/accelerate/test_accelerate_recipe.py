@@ -184,6 +184,16 @@ def test_overflow_options_against_the_deepspeed_file(tmp_path: Path) -> None:
         assert problem.startswith("overflow.max_consecutive_skips=10 and overflow.on_overflow='raise' disagree")
 
 
+def test_retain_auto_of_the_deepspeed_file_is_a_value(tmp_path: Path) -> None:
+    key = "zero.retain_gpu_grad_partition_until_step"
+    path = tmp_path / "ds.yaml"
+    path.write_text("zero_optimization: {retain_gpu_grad_partition_until_step: auto}\n")
+    with patch_environment(**{**LAUNCHED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}):
+        assert composed().zero.retain_gpu_grad_partition_until_step == "auto"
+        (problem,) = launch_problems(composed(f"{key}=true"))
+    assert problem.startswith(f"{key}=True is not allowed: accelerate launch says 'auto'")
+
+
 def test_overrides_that_agree_with_the_launch() -> None:
     with patch_environment(**LAUNCHED):
         assert list(launch_problems(composed("zero=stage2_offload", "precision=bf16", "trainer.devices=2"))) == []

@@ -96,6 +96,23 @@ def test_what_accelerate_launch_passes_on(tmp_path: Path, suffix: str) -> None:
     assert plugin.deepspeed_config["bf16"] == {"enabled": True, "check_grad_overflow": False}
 
 
+def test_retain_auto_is_a_value_and_leaves_nothing_to_others(tmp_path: Path) -> None:
+    """Unlike ``"auto"`` anywhere else in a config for Accelerate."""
+    config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, RETAIN: "auto"}}
+    places: list[dict[str, Any]] = [
+        {"hf_ds_config": config},
+        {"retain_gpu_grad_partition_until_step": "auto", "offload_optimizer_device": "cpu"},
+        {"options": {RETAIN: "auto", "offload_optimizer": True}},
+        {"hf_ds_config": config, "options": {RETAIN: "auto"}},
+    ]
+    for arguments in places:
+        assert RequestZeROPlugin(**arguments).engine_options.retain_gpu_grad_partition_until_step == "auto"
+    with pytest.raises(ValueError, match=rf"{RETAIN} is True in the arguments .* and 'auto' in hf_ds_config"):
+        RequestZeROPlugin(config, retain_gpu_grad_partition_until_step=True)
+    with pytest.raises(ValueError, match=rf"{RETAIN}='auto' does not apply without optimizer offload"):
+        RequestZeROPlugin(retain_gpu_grad_partition_until_step="auto")
+
+
 @pytest.mark.parametrize("place", ["file", "dict"])
 def test_options_by_their_own_names(tmp_path: Path, place: str) -> None:
     options: Any = {

@@ -403,6 +403,7 @@ def train(run: Run) -> dict[str, Any]:
         "attempted": getattr(trainer.strategy, "attempted_updates", None),
         "consecutive": getattr(trainer.strategy, "consecutive_skips", None),
         "empty": getattr(trainer.strategy, "empty_updates", None),
+        "traffic": getattr(trainer.strategy, "partition_traffic", None),
         "calls": calls,
         "seen": model.seen,
         "logged": logger.rows,

@@ -52,7 +52,8 @@ def test_by_class_path() -> None:
     assert strategy.config["zero_optimization"]["overlap_comm"] is False
 
 
-def test_from_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("written", "retain"), [("true", True), ("auto", "auto")])
+def test_from_a_file(tmp_path: Path, written: str, retain: bool | str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
         f"""
@@ -61,7 +62,7 @@ trainer:
     class_path: {CLASS_PATH}
     init_args:
       offload_optimizer: true
-      retain_gpu_grad_partition_until_step: true
+      retain_gpu_grad_partition_until_step: {written}
       grad_accum_dtype: fp32
       config:
         zero_force_ds_cpu_optimizer: false
@@ -70,7 +71,7 @@ trainer:
     )
     settings = strategy_of("--config", str(path), "--trainer.precision=bf16-true").settings
     assert (settings.stage, settings.offload_optimizer, settings.grad_accum_dtype) == (1, True, "fp32")
-    assert settings.retain_gpu_grad_partition_until_step is True
+    assert settings.retain_gpu_grad_partition_until_step == retain
 
 
 def test_parameters_that_the_parser_adds_do_not_contradict_config() -> None:

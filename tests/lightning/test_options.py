@@ -50,9 +50,19 @@ def test_registering_twice_changes_nothing() -> None:
 
 
 def test_defaults_are_lightnings() -> None:
-    """Without arguments, the DeepSpeed config is what Lightning's strategy writes for the same stage."""
+    """Without arguments, the DeepSpeed config is what Lightning's strategy writes for the same stage.
+
+    But for ``pin_memory=False``: DeepSpeed pins the host gradient where nobody says otherwise.
+    """
     assert RequestZeRO().config == DeepSpeedStrategy(stage=2).config
-    assert RequestZeRO(1, True).config == DeepSpeedStrategy(stage=1, offload_optimizer=True).config
+    ours, lightnings = RequestZeRO(1, True).config, DeepSpeedStrategy(stage=1, offload_optimizer=True).config
+    assert ours is not None
+    assert lightnings is not None
+    assert lightnings["zero_optimization"]["offload_optimizer"].pop("pin_memory") is False
+    assert ours == lightnings
+    asked = RequestZeRO(1, True, pin_memory=False).config
+    assert asked is not None
+    assert asked["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
 
 
 @pytest.mark.parametrize("form", ["dict", "omegaconf", "json", "yaml"])
@@ -99,6 +109,18 @@ def test_config_from_the_environment_is_merged_too(tmp_path: Path, monkeypatch: 
         RequestZeRO(overlap_comm=False)
 
 
+def test_retain_auto_as_an_argument_and_in_config() -> None:
+    offload = {"offload_optimizer": True, "grad_accum_dtype": "fp32"}
+    config = {"zero_optimization": {"retain_gpu_grad_partition_until_step": "auto"}}
+    for strategy in (
+        RequestZeRO(retain_gpu_grad_partition_until_step="auto", **offload),
+        RequestZeRO(config=config, **offload),
+    ):
+        assert strategy.settings.retain_gpu_grad_partition_until_step == "auto"
+        assert strategy.config is not None
+        assert strategy.config["zero_optimization"]["retain_gpu_grad_partition_until_step"] == "auto"
+
+
 def test_offload_in_config_alone() -> None:
     config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     strategy = RequestZeRO(pin_memory=True, retain_gpu_grad_partition_until_step=True, config=config)
@@ -135,6 +157,14 @@ def test_equal_values_in_two_places() -> None:
         ),
         ({"grad_accum_dtype": "float"}, r"grad_accum_dtype='float' is not allowed"),
         ({"offload_optimizer": "cpu"}, r"offload_optimizer='cpu' is not allowed: use true or false"),
+        (
+            {"retain_gpu_grad_partition_until_step": "always"},
+            r"retain_gpu_grad_partition_until_step='always' is not allowed: use true, false or 'auto'",
+        ),
+        (
+            {"retain_gpu_grad_partition_until_step": "auto"},
+            r"retain_gpu_grad_partition_until_step='auto' does not apply without optimizer offload",
+        ),
         ({"overflow": {"check": True}}, r"overflow\.check is not an option"),
         ({"pin_memory": True}, r"pin_memory=True does not apply without optimizer offload"),
         (

@@ -72,6 +72,27 @@ def test_limit_train_batches_ends_the_epoch(two_ranks: RankGroup, limit: float) 
     check(results, [[0, 1], [2, 3], [4]], 10)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_released_partition_comes_back_with_the_forward(two_ranks: RankGroup, stage: int) -> None:
+    """Lightning, too, calls the engine's forward; the counts outlive the engine."""
+    spec = Run(
+        batches=6,
+        trainer={"accumulate": 3, "precision": "bf16-true"},
+        options={
+            "stage": stage,
+            "offload_optimizer": True,
+            "grad_accum_dtype": "fp32",
+            "config": {"zero_force_ds_cpu_optimizer": False},
+        },
+        schedule=False,
+    )
+    for got in two_ranks.run(train, spec):
+        traffic = got["traffic"]
+        windows = got["global_step"]
+        assert traffic.publications == traffic.released == 3 * windows > 0
+        assert traffic.restores == traffic.early_restores == 2 * windows
+
+
 REQUESTS: list[tuple[bool, bool | None]] = [
     (False, None),
     (True, None),

@@ -72,6 +72,7 @@ class Allocations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -80,6 +81,7 @@ class Allocations(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.numel() > 1 and _storage(tensor).data_ptr() not in given:
                 reference = StorageWeakRef(_storage(tensor))
                 self._made[reference.cdata] = reference, _storage(tensor).nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
         return result
 
     @property

@@ -93,7 +93,7 @@ def test_stock_rejects_the_retain_option(one_rank: RankGroup) -> None:
         ({"zero_optimization": {"stage": 1}, "hybrid_engine": {"enabled": True}}, r"hybrid_engine\.enabled was asked"),
         (
             {"zero_optimization": {"stage": 2, "retain_gpu_grad_partition_until_step": "yes"}},
-            r"retain_gpu_grad_partition_until_step='yes' is not allowed: use true or false",
+            r"retain_gpu_grad_partition_until_step='yes' is not allowed: use true, false or 'auto'",
         ),
     ],
 )
@@ -190,16 +190,17 @@ def test_merging() -> None:
         merge_configs(first, {"c": 1}, "the arguments", "config")
 
 
-def test_settings_become_deepspeed_keys() -> None:
+@pytest.mark.parametrize("retain", [True, "auto"])
+def test_settings_become_deepspeed_keys(retain: bool | str) -> None:
     assert settings_to_config(RequestZeROSettings(stage=1)) == {"zero_optimization": {"stage": 1}}
     settings = RequestZeROSettings(
-        offload_optimizer=True, retain_gpu_grad_partition_until_step=True, grad_accum_dtype="fp32"
+        offload_optimizer=True, retain_gpu_grad_partition_until_step=retain, grad_accum_dtype="fp32"
     )
     assert settings_to_config(settings) == {
         "zero_optimization": {
             "stage": 2,
             "offload_optimizer": {"device": "cpu"},
-            "retain_gpu_grad_partition_until_step": True,
+            "retain_gpu_grad_partition_until_step": retain,
         },
         "data_types": {"grad_accum_dtype": "fp32"},
     }

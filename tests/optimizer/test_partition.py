@@ -170,10 +170,9 @@ def copies_and_memory(setup: Setup, requestzero: bool, ends: list[bool]) -> list
         seen, allocations = [], Allocations()
         for end in ends:
             engine.set_gradient_accumulation_boundary(end)
-            loss = engine(torch.ones_like(engine.module.weight))
+            x = torch.ones_like(engine.module.weight)
             with Operators([host]) as operators, allocations:
-                engine.backward(loss)
-            del loss
+                engine.backward(engine(x))
             seen.append((operators.copies_into_destinations, allocations.bytes_in_use))
         engine.step()
         assert allocations.bytes_in_use == 0 or not requestzero

@@ -56,7 +56,7 @@ class Setup:
     checkpointing: str = "none"
     groups: int = 1
     managed: bool = True
-    retain: bool = False
+    retain: bool | str = False
     optimizer: str = "sgd"
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Setup:
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
         if self.retain and requestzero:
-            zero["retain_gpu_grad_partition_until_step"] = True
+            zero["retain_gpu_grad_partition_until_step"] = self.retain
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 0.0,

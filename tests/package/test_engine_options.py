@@ -14,13 +14,14 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 8}}
 
 
-def test_own_keys_are_taken_out_of_a_deepspeed_config() -> None:
+@pytest.mark.parametrize("retain", [True, "auto"])
+def test_own_keys_are_taken_out_of_a_deepspeed_config(retain: bool | str) -> None:
     config = {
-        "zero_optimization": {"stage": 2, "retain_gpu_grad_partition_until_step": True},
+        "zero_optimization": {"stage": 2, "retain_gpu_grad_partition_until_step": retain},
         "overflow": {"check_grad_overflow": True, "on_overflow": "drop_request", "max_consecutive_skips": 3},
     }
     overflow = OverflowSettings(check_grad_overflow=True, on_overflow="drop_request", max_consecutive_skips=3)
-    assert take_engine_options(config) == EngineOptions(True, overflow)
+    assert take_engine_options(config) == EngineOptions(retain, overflow)
     assert config == {"zero_optimization": {"stage": 2}}
     assert take_engine_options(config) == EngineOptions(overflow=OverflowSettings(False, "skip"))
 

@@ -11,6 +11,7 @@ from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 STAGES = r"use one of 1, 2\."
 BOOLS = r"use true or false\."
+RETAINS = r"use true, false or 'auto'\."
 
 
 def test_defaults() -> None:
@@ -34,7 +35,7 @@ def test_defaults() -> None:
     [
         ("stage", (1, 2)),
         ("offload_optimizer", (True, False)),
-        ("retain_gpu_grad_partition_until_step", (True, False)),
+        ("retain_gpu_grad_partition_until_step", (True, False, "auto")),
         ("grad_accum_dtype", (None, "fp32", "bf16", "fp16")),
         ("normalization", ("mean", "sum", "token")),
         ("incomplete_window", ("step", "drop")),
@@ -56,8 +57,9 @@ def test_allowed_values_are_kept(name: str, values: tuple[Any, ...]) -> None:
         ("stage", 2.0, STAGES),
         ("offload_optimizer", "cpu", BOOLS),
         ("offload_optimizer", 1, BOOLS),
-        ("retain_gpu_grad_partition_until_step", None, BOOLS),
-        ("retain_gpu_grad_partition_until_step", "auto", BOOLS),
+        ("retain_gpu_grad_partition_until_step", None, RETAINS),
+        ("retain_gpu_grad_partition_until_step", 1, RETAINS),
+        ("retain_gpu_grad_partition_until_step", "automatic", RETAINS),
         ("grad_accum_dtype", "float32", r"use one of None, 'fp32', 'bf16', 'fp16'\."),
         ("normalization", "tokens", r"use one of 'mean', 'sum', 'token'\."),
         ("normalization", None, r"use one of 'mean', 'sum', 'token'\."),

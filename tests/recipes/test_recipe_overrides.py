@@ -27,6 +27,7 @@ GOOD = [
     "",
     "zero=stage2_offload zero.retain_gpu_grad_partition_until_step=true overflow.check_grad_overflow=true "
     "data.requests_per_update=4 trainer.max_steps=50",
+    "zero=stage2_offload zero.retain_gpu_grad_partition_until_step=auto",
     "++trainer.max_steps=3 trainer.gradient_clip_val=null optimizer.lr=1e-4",
     "'hydra.run.dir=\"a b/c=d\"' hydra.job.name=train_ddp_process_1 hydra.output_subdir=null",
     "trainer.max_steps='${data.sequence_length}'",
@@ -87,6 +88,14 @@ BAD = [
     (
         "zero=stage2 zero.retain_gpu_grad_partition_until_step=true",
         "zero.retain_gpu_grad_partition_until_step=true is not allowed without zero.offload_optimizer=true",
+    ),
+    (
+        "zero=stage2 zero.retain_gpu_grad_partition_until_step=auto",
+        "zero.retain_gpu_grad_partition_until_step=auto is not allowed without zero.offload_optimizer=true",
+    ),
+    (
+        "zero.retain_gpu_grad_partition_until_step=always",
+        "zero.retain_gpu_grad_partition_until_step='always' is not allowed: use true, false or 'auto'.",
     ),
     (
         "zero.retain_gpu_grad_partition_until_step=true precision=fp32",

@@ -114,8 +114,9 @@ def _settings(config: Config, own: OwnOptions, overflow: Config) -> RequestZeROS
     )
     if settings.retain_gpu_grad_partition_until_step and not settings.offload_optimizer:
         raise ValueError(
-            f"{RETAIN_OPTION}=True does not apply without optimizer offload: leave it out, or set "
-            "zero_optimization.offload_optimizer.device to 'cpu' (accelerate's offload_optimizer_device)."
+            f"{RETAIN_OPTION}={settings.retain_gpu_grad_partition_until_step!r} does not apply without optimizer "
+            "offload: leave it out, or set zero_optimization.offload_optimizer.device to 'cpu' (accelerate's "
+            "offload_optimizer_device)."
         )
     return settings
 

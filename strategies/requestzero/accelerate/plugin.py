@@ -74,7 +74,7 @@ class RequestZeROPlugin(DeepSpeedPlugin):
     """
 
     hf_ds_config: Any = field(default=None)
-    retain_gpu_grad_partition_until_step: bool | None = field(default=None)
+    retain_gpu_grad_partition_until_step: bool | str | None = field(default=None)
     grad_accum_dtype: str | None = field(default=None)
     normalization: str | None = field(default=None)
     overflow: OverflowSettings | Mapping[str, Any] | None = field(default=None)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from requestzero.deepspeed_config import Config
+from requestzero.deepspeed_config import RETAIN_OPTION, Config
 
 AUTO = "auto"
-"""The value by which a config leaves a key to others."""
+"""The value by which a config leaves a key to others; of ``RETAIN_OPTION`` it is a value like others."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _merge(given: list[tuple[str, Any]], prefix: str) -> Config:
     merged: Config = {}
     for key in dict.fromkeys(key for _, config in given for key in config):
         values = [(place, config[key]) for place, config in given if key in config]
-        said = [(place, value) for place, value in values if value != AUTO] or values[:1]
+        said = [(place, value) for place, value in values if value != AUTO or key == RETAIN_OPTION] or values[:1]
         if all(isinstance(value, Mapping) for _, value in said):
             merged[key] = _merge(said, f"{prefix}{key}.")
         else:

@@ -38,10 +38,14 @@ class _ArgumentsAsConfig(DeepSpeedStrategy):
 def default_config(offload_optimizer: bool) -> Config:
     """What Lightning's strategy puts into the DeepSpeed config when no argument is given.
 
+    Except that host memory is not to be pinned: DeepSpeed pins it unless told otherwise, and only from pinned memory
+    does a gradient partition come back behind the host's back.
+
     Building one also sets the level of DeepSpeed's logger: build the user's after it.
     """
     config = _ArgumentsAsConfig(offload_optimizer=offload_optimizer).config
     assert config is not None
+    config["zero_optimization"].get("offload_optimizer", {}).pop("pin_memory", None)
     return config
 
 
@@ -66,7 +70,7 @@ def read_user_config(config: Any) -> tuple[Config, str]:
 
 
 def _check_automatic(value: Any, source: str, path: str = "") -> None:
-    if value == "auto":
+    if value == "auto" and path != f"zero_optimization.{RETAIN_OPTION}":
         raise ValueError(
             f"{path}='auto' in {source} is not possible under Lightning, which has no place to take it from: "
             "set a value, or leave the key out."
@@ -200,9 +204,10 @@ def check_retained(settings: RequestZeROSettings, precision: str) -> None:
     sixteen_bit = PRECISIONS[precision] != "fp32"
     if settings.retain_gpu_grad_partition_until_step and not (sixteen_bit and settings.grad_accum_dtype == "fp32"):
         raise ValueError(
-            f"{RETAIN_OPTION}=True does nothing with Trainer(precision={precision!r}) and "
-            f"grad_accum_dtype={settings.grad_accum_dtype!r}: it needs fp32 accumulation on a 16-bit model, such as "
-            "precision='bf16-true' with grad_accum_dtype='fp32'; or leave it out."
+            f"{RETAIN_OPTION}={settings.retain_gpu_grad_partition_until_step!r} does nothing with "
+            f"Trainer(precision={precision!r}) and grad_accum_dtype={settings.grad_accum_dtype!r}: it needs fp32 "
+            "accumulation on a 16-bit model, such as precision='bf16-true' with grad_accum_dtype='fp32'; or leave it "
+            "out."
         )
 
 

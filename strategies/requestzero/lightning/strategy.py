@@ -49,6 +49,7 @@ from requestzero.weight import check_weight
 
 if TYPE_CHECKING:
     from requestzero.optimizer.engine import RequestZeROEngine
+    from requestzero.optimizer.partition_traffic import PartitionTraffic
 
 
 # Where a checkpoint keeps the random states of the ranks.
@@ -101,8 +102,8 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
     Args:
         stage: See :class:`~requestzero.settings.RequestZeROSettings` for this and the options up to ``overflow``.
         offload_optimizer: Master weights and optimizer step on the CPU.
-        retain_gpu_grad_partition_until_step: Trade device memory between requests for copies; needs offload, and fp32
-            accumulation on a 16-bit model.
+        retain_gpu_grad_partition_until_step: True trades device memory between requests for copies, ``"auto"`` while
+            there is enough of it; needs offload, and fp32 accumulation on a 16-bit model.
         grad_accum_dtype: dtype of the window's running sum.
         normalization: What the window's sum is divided by. With ``"token"`` the loss is a sum, and the loader's
             ``MicroBatch(weight=...)`` or :meth:`add_weight` says of how many tokens.
@@ -134,7 +135,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         self,
         stage: int = 2,
         offload_optimizer: bool = False,
-        retain_gpu_grad_partition_until_step: bool = False,
+        retain_gpu_grad_partition_until_step: bool | str = False,
         grad_accum_dtype: str | None = None,
         normalization: str = "mean",
         overflow: OverflowSettings | Mapping[str, Any] | None = None,
@@ -177,6 +178,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         self._told_division = False
         self._weight: Any = None  # of the current batch, until its backward
         self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._traffic: PartitionTraffic | None = None
         self._logged: dict[str, torch.Tensor] = {}
         self._random_state: rng.RandomState | None = None
         self._gate: CheckpointGate | None = None
@@ -270,6 +272,11 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
     def empty_updates(self) -> int:
         """Windows that were left out because their total weight was zero, over the whole training."""
         return self._count("empty_updates")
+
+    @property
+    def partition_traffic(self) -> PartitionTraffic | None:
+        """Copies between this rank's gradient partitions and host gradients; ``None`` before there is an engine."""
+        return self._traffic if self.engine is None else self.engine.partition_traffic
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
@@ -768,4 +775,5 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
             self._gate = None
         # A later test or predict takes the engine away.
         self._counts = {name: self._count(name) for name in _COUNTERS}
+        self._traffic = self.partition_traffic
         super().teardown()

@@ -9,6 +9,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from requestzero.agreement.agreement import Agreement
 from requestzero.engine_options import EngineOptions
 from requestzero.optimizer import overflow_policy as policy
+from requestzero.optimizer.partition_traffic import PartitionTraffic
 from requestzero.optimizer.skips import SkippedUpdate, SkipRecord
 from requestzero.optimizer.window import UpdateWindow
 from requestzero.optimizer.zero_optimizer import RequestZeROOptimizer
@@ -95,6 +96,11 @@ class CountingEngine(DeepSpeedEngine):
     def peak_grad_partition_bytes(self) -> int:
         """The most that :meth:`grad_partition_bytes` has been at the end of a backward."""
         return self.optimizer.peak_grad_partition_bytes
+
+    @property
+    def partition_traffic(self) -> PartitionTraffic:
+        """Copies between this rank's gradient partitions and its host gradients since the engine was built."""
+        return self.optimizer.partition_traffic
 
     def _see_to_overflow(self, window: UpdateWindow, scale: float) -> None:
         """After an attempted update: count it, tell of a skip, and end the run where ``overflow`` says so (collective).

@@ -216,11 +216,30 @@ class RequestZeROEngine(AnnouncingEngine):
         self._global_grad_norm = self.optimizer._global_grad_norm = torch.zeros((), device=self.device)
 
     @override
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Also begin to restore a released gradient partition, beside the forward (stage 2, CPU offload)."""
+        if torch.is_grad_enabled() and self.zero_optimization_partition_gradients():
+            self._restore_partitions()
+        return super().forward(*inputs, **kwargs)
+
+    def _restore_partitions(self) -> None:
+        """What a released partition held comes back, unless nothing is reduced into it for now."""
+        if not self.inside_no_sync_ctxt:
+            self.optimizer.restore_ahead()
+
+    @override
     def _backward_prologue(self) -> None:
-        """Also start the count of gradient hooks anew, as a forward does: there may have been two before this."""
+        """Also start the count of gradient hooks anew, as a forward does: there may have been two before this.
+
+        And restore a released gradient partition where the forward has not: stage 1 reduces at a request's end only, so
+        that the partition would be in the way before.
+        """
+        last = self.is_gradient_accumulation_boundary()
+        if last or self.zero_optimization_partition_gradients():
+            self._restore_partitions()
         if self.optimizer._backward_active_depth == 0:
             self.optimizer.clear_backward_seen_flag()
-            self.agreement.begin_backward(last=self.is_gradient_accumulation_boundary())
+            self.agreement.begin_backward(last=last)
         super()._backward_prologue()
 
     @override

@@ -2,9 +2,8 @@
 
 Two kinds of parameter groups:
 
-- With fp32 accumulation on a 16-bit model the sum is built in a flat fp32 partition on the device. At a request end it
-  is *published* (copied to the host gradient, once per group) and, where the host gradient holds it bit for bit,
-  *released*; the next backward that reduces into the group *restores* it.
+- With fp32 accumulation on a 16-bit model the sum is built in a flat fp32 partition on the device, which is copied to
+  the host gradient at request ends; see :mod:`requestzero.optimizer.partition_traffic`.
 - Otherwise there is no partition-sized buffer on the device: what a reduced bucket brings is added to the slices of the
   host gradient that belong to it, by way of the device.
 
@@ -13,16 +12,13 @@ No auxiliary host buffer exists in either.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 from typing_extensions import override
 
 from requestzero.optimizer.bucket_runs import Run
-from requestzero.optimizer.bucket_sum import BucketSum
-from requestzero.optimizer.grad_norm import gradient_norms, partition_norm
+from requestzero.optimizer.grad_norm import gradient_norms
+from requestzero.optimizer.partition_traffic import TravellingPartition
 
 
 class GradientFragments:
@@ -40,35 +36,24 @@ class GradientFragments:
     def __getitem__(self, index: int) -> torch.Tensor:
         param = self._optimizer.params_in_partition[self._group_idx][index]
         partition = self._optimizer.resident_partition(self._group_idx)
+        # A copy that is still under way would be missed by a read, and would overwrite a write.
         if partition is None:
-            # A copy that is still under way would be missed by a read, and would overwrite a write.
             self._optimizer._wait_for_offload_copies()
             self._optimizer.adopt_host_gradient(param)
+        else:
+            self._optimizer._wait_for_partitions(get_accelerator().current_stream())
         return self._optimizer.owned_slice(param, partition)
 
     def clear(self) -> None:
         """Nothing is held here (called when states are offloaded)."""
 
 
-class HostSum(BucketSum):
+class HostSum(TravellingPartition):
     """Written for DeepSpeed 0.19.8.
 
     Replaces its per-parameter boundary copies, host accumulators and host reads. Can go when DeepSpeed keeps the sum of
     several requests under CPU offload and records participation per parameter.
     """
-
-    def __init__(self, *args: Any, retain_gpu_grad_partition_until_step: bool = False, **kwargs: Any) -> None:
-        self.retain_gpu_grad_partition_until_step = retain_gpu_grad_partition_until_step
-        super().__init__(*args, **kwargs)
-
-    def host_gradient(self, group_idx: int) -> torch.Tensor:
-        """The flat CPU gradient that the offloaded optimizer reads: ``partition_size`` elements, master dtype."""
-        return self.single_partition_of_fp32_groups[group_idx].grad
-
-    def owned_slice(self, param: torch.Tensor, partition: torch.Tensor | None = None) -> torch.Tensor:
-        """What this rank owns of ``param``, as a view of ``partition`` (default: of the host gradient)."""
-        group_idx, _, offset, numel = self.grad_position[self.get_param_id(param)]
-        return (self.host_gradient(group_idx) if partition is None else partition).narrow(0, offset, numel)
 
     # --- a backward -------------------------------------------------------------------------------------------------
 
@@ -98,7 +83,7 @@ class HostSum(BucketSum):
             # Muon groups may accumulate wider than they reduce; everything else already has the sum's dtype.
             total = total.to(torch.promote_types(total.dtype, self.gradient_accumulation_dtype))
             total.add_(host.to(total.device, non_blocking=True))
-        value = self._copy_to_host(total, host)
+        value = self.copy_to_host(total, host)
         self.window.on_host.update(run.param_ids)
         # DeepSpeed's name for "has been accumulated over several micro-batches"; no buffer of its own.
         if not self.is_gradient_accumulation_boundary():
@@ -109,78 +94,28 @@ class HostSum(BucketSum):
             norms = gradient_norms(value.split(run.sizes))
             self.norm_for_param_grads.update(zip(run.param_ids, norms, strict=True))
 
-    def _copy_to_host(self, source: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-        """Copy to the host gradient without waiting; returns the value on the device as the host now holds it."""
-        exact = torch.promote_types(source.dtype, host.dtype) == host.dtype
-        if source.dtype != host.dtype and not (exact and source.device == host.device):
-            # Between devices a converting copy would go through a pageable buffer and wait. A narrowing one rounds, and
-            # may overflow: what is judged has to be what the host gets.
-            source = source.to(host.dtype)
-        host.copy_(source, non_blocking=True)
-        self._record_gradient_stream(source, get_accelerator().current_stream())
-        self._record_offload_copy()
-        return source
-
-    # --- the device partition: publish, release, restore ------------------------------------------------------------
+    # --- a request's end --------------------------------------------------------------------------------------------
 
     @override
     def independent_gradient_partition_epilogue(self) -> None:
         super().independent_gradient_partition_epilogue()
         if self.cpu_offload and self.is_gradient_accumulation_boundary():
-            self.publish_window()
+            self._end_request_on_host()
 
     @override
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
         """Everything reduced is in the sum already; only the partitions are left to publish."""
+        self._end_request_on_host()
+
+    def _end_request_on_host(self) -> None:
         self.publish_window()
+        self.settle_partitions()
 
     def publish_window(self) -> None:
         """Make the host gradient the window's sum, for every owned parameter; absent ones are zero."""
-        for group_idx in sorted(self.window.unpublished):
-            self._publish(group_idx)
-        self.window.unpublished.clear()
+        self.publish_partitions()
         for param_id in self.grad_position.keys() - self.window.on_host:
             self._start_on_host(param_id)
-
-    def _publish(self, group_idx: int) -> None:
-        partition, host = self.resident_partition(group_idx), self.host_gradient(group_idx)
-        assert partition is not None
-        value = self._copy_to_host(partition, host)
-        if self._counts_whole(group_idx):
-            self.window.partition_norms[group_idx] = partition_norm(value)
-        else:
-            params = self.params_in_partition[group_idx]
-            norms = gradient_norms([self.owned_slice(param, value) for param in params])
-            self.norm_for_param_grads.update(zip(map(self.get_param_id, params), norms, strict=True))
-        self.window.published.add(group_idx)
-        self.window.on_host.update(map(self.get_param_id, self.params_in_partition[group_idx]))
-        if not self.retain_gpu_grad_partition_until_step and host.dtype == partition.dtype:
-            self.averaged_gradients[group_idx] = None
-
-    @override
-    def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
-        """Also restore a released partition: the window's sum goes on from what was published.
-
-        Without DeepSpeed's view of every parameter in it, which only its step on the device asks for.
-        """
-        if self.cpu_offload:
-            group = self._filled_partition(group_idx)
-        else:
-            group = super()._build_compact_grad_partition_buffer(group_idx)
-        if not get_accelerator().resolves_data_dependency():
-            event = get_accelerator().Event()
-            event.record(get_accelerator().current_stream())
-            self.window.partition_ready[group_idx] = event
-        return group
-
-    def _filled_partition(self, group_idx: int) -> GradPartitionBufferGroup:
-        host, device = self.host_gradient(group_idx), get_accelerator().current_device_name()
-        if group_idx in self.window.published:
-            flat = torch.empty(host.numel(), dtype=self.gradient_accumulation_dtype, device=device)
-            flat.copy_(host, non_blocking=True)
-        else:
-            flat = torch.zeros(host.numel(), dtype=self.gradient_accumulation_dtype, device=device)
-        return GradPartitionBufferGroup([flat], flat)
 
     # --- what users read and write ----------------------------------------------------------------------------------
 

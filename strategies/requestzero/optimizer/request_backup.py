@@ -98,7 +98,7 @@ class RequestBackup(WindowedOptimizer):
 
     def _sums(self, group_idx: int) -> list[torch.Tensor]:
         """The tensors that hold the group's sum now."""
-        partition = self.resident_partition(group_idx)
+        partition = self.sum_on_device(group_idx)
         if partition is not None:
             return [partition]
         return [self.host_gradient(group_idx)] if self.cpu_offload else self.window.device_sums[group_idx]
@@ -107,7 +107,7 @@ class RequestBackup(WindowedOptimizer):
         end.copied = True
         end.window["edited"] = self.window.edited  # a user may have set a gradient since
         if self.cpu_offload:
-            end.resident = frozenset(i for i in self.group_indices if self.resident_partition(i) is not None)
+            end.resident = frozenset(i for i in self.group_indices if self.sum_on_device(i) is not None)
         for group_idx in self.group_indices:
             sums, kept = self._sums(group_idx), self._backup.get(group_idx)
             if kept is None or [(t.shape, t.device) for t in kept] != [(t.shape, t.device) for t in sums]:

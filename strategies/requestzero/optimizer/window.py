@@ -55,6 +55,10 @@ class UpdateWindow:
     """Owned parameters whose host gradient holds the window's sum (zero included), not an earlier window's."""
     published: set[int] = field(default_factory=set)
     """Groups whose partition has been copied to the host gradient; a released one is restored from there."""
+    travelled: set[int] = field(default_factory=set)
+    """Those of them that gradients have come into; a further request restores them ahead of its first reduction."""
+    restored_ahead: set[int] = field(default_factory=set)
+    """Groups whose partition was restored for the open request before anything was reduced into it."""
     unpublished: set[int] = field(default_factory=set)
     """Groups whose device partition holds something that the host gradient does not."""
     partition_norms: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -85,6 +85,8 @@ class RequestZeROOptimizer(AgreedReduction, RequestBackup, OverflowOrigin, HostS
 
     def discard_window(self) -> None:
         """Forget every gradient since the last step, reduced or not, and start a new window (this rank only)."""
+        # Their memory may be used anew from here on, and a copy into it may be under way.
+        self._wait_for_partitions(get_accelerator().current_stream())
         for group_idx in self.group_indices:
             self.averaged_gradients[group_idx] = None
             self.all_grad_tensors[group_idx] = None
