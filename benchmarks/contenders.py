@@ -78,7 +78,10 @@ class ZeRO2(Contender):
         import requestzero
 
         self.stock = retain is None
-        zero: dict[str, Any] = {"stage": 2, **({"offload_optimizer": {"device": "cpu"}} if bf16 else {})}
+        # DeepSpeed allocates the whole bucket, which by default has 500 million elements.
+        zero: dict[str, Any] = {"stage": 2, "reduce_bucket_size": sum(each.numel() for each in model.parameters())}
+        if bf16:
+            zero["offload_optimizer"] = {"device": "cpu"}
         if retain is not None:
             zero["retain_gpu_grad_partition_until_step"] = retain
         config = {

@@ -13,7 +13,7 @@ and divide the sum over a window's trained tokens by their number. Two parts: ``
   way to many backwards and one step.
 - Memory of a rank, in a pass before in which the contender is alone and nothing is timed: on GPUs what PyTorch has
   allocated, on the CPU the bytes of all live tensors, the host's included. "Between" is the most that is left after a
-  micro-batch that ends a request.
+  micro-batch that ends a request. DeepSpeed's reduction bucket, which it allocates whole, has the model's size.
 - Agreement: the largest difference of a final master weight from plain PyTorch on one process, in fp32 and in fp64, and
   whether all weights are those of the first contender bit for bit.
 
@@ -88,27 +88,39 @@ class Result:
 
 
 class LiveTensors(TorchDispatchMode):
-    """Bytes of all storages that operators have returned and that are still alive, and the most there have been."""
+    """Bytes of all storages that operators have met and that are still alive, and the most there have been."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._at_most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, result)):
-            if type(tensor) is torch.Tensor and tensor.device.type != "meta":
-                storage = tensor.untyped_storage()
-                reference = StorageWeakRef(storage)
-                if reference.cdata not in self._seen or self._seen[reference.cdata][0].expired():
-                    self._seen[reference.cdata] = reference, storage.nbytes()
-        self.peak = max(self.peak, self.live())
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self._note(tensor.untyped_storage())
+        if self._at_most > self.peak:
+            self.peak = max(self.peak, self.live())
         return result
 
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        # A weak reference keeps the address from being used again. FSDP2 gives back by resizing, which is no operator.
+        reference, size = self._seen.get(storage._cdata) or (StorageWeakRef(storage), 0)
+        if size != storage.nbytes():
+            self._seen[storage._cdata] = reference, storage.nbytes()
+            self._at_most += storage.nbytes() - size
+
     def live(self) -> int:
-        self._seen = {key: seen for key, seen in self._seen.items() if not seen[0].expired()}
-        return sum(size for _, size in self._seen.values())
+        """Bytes that are alive now."""
+        alive = {}
+        for address, (reference, _) in self._seen.items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None:
+                alive[address] = reference, storage.nbytes()
+        self._seen, self._at_most = alive, sum(size for _, size in alive.values())
+        return self._at_most
 
 
 def demo_config(overrides: list[str]) -> Any:
