@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -26,14 +27,15 @@ from typing import Any
 from unittest.mock import patch
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
-from two_ranks import RANKS, start
 
+RANKS = 2
 DTYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")]
 PARTS = ("backward", "step")
 BOTH = "both"
@@ -255,7 +257,15 @@ def fp16_on_cpu(stack: ExitStack) -> None:
     stack.enter_context(patch.object(kind, "supported_dtypes", lambda self: dtypes))
 
 
-def run_rank(cases: list[Case], windows: int, width: int) -> None:
+def run_rank(rank: int, folder: str, cases: list[Case], windows: int, width: int) -> None:
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel("ERROR")
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    deepspeed.init_distributed("gloo")
     results = []
     with ExitStack() as stack:
         fp16_on_cpu(stack)
@@ -263,8 +273,9 @@ def run_rank(cases: list[Case], windows: int, width: int) -> None:
             by_rank: list[Any] = [None] * RANKS
             dist.all_gather_object(by_rank, measure(case, windows, width))
             results.append((case, by_rank))
-    if dist.get_rank() == 0:
+    if rank == 0:
         Console(width=190).print(table_of(results))
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -277,7 +288,8 @@ def main() -> None:
     cases = [case for case in all_cases(args.tensors) if args.only in str(case)]
     if not cases:
         parser.error(f"--only {args.only!r} names no configuration: {', '.join(map(str, all_cases([64])))}")
-    start(run_rank, cases, args.windows, args.width)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_rank, (folder, cases, args.windows, args.width), nprocs=RANKS)
 
 
 if __name__ == "__main__":

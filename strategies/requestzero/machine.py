@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from requestzero.versions import __version__
 
@@ -87,7 +88,7 @@ def _version(name: str) -> str | None:
 def _device_name(accelerator: str) -> str:
     import torch
 
-    module = getattr(torch, accelerator, None)
+    module: Any = getattr(torch, accelerator, None)
     return str(module.get_device_name()) if hasattr(module, "get_device_name") else accelerator
 
 
