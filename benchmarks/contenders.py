@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from typing import Any
@@ -127,6 +128,7 @@ class LightningDDP(Contender):
         from lightning.fabric import Fabric
         from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
+        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         self.fabric = Fabric(
             accelerator=device().type,
             devices=RANKS,
