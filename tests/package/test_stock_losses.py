@@ -33,7 +33,7 @@ WINDOWS = [
     [micro(1, BOTH, False), micro(2, BOTH, True)],
 ]
 A, B = 0, 1
-# What only this loss makes of a layer's gradient in a window: (window, layer, exact) -> where it shows.
+# Where a loss shows: (window, layer, exact gradient).
 SEVERAL, LATE_IN_REQUEST, LATE_REQUEST, ABSENT_AT_END, ABSENT, ONE_REQUEST = (
     (0, A, 7.0),
     (1, B, 2.0),
@@ -42,6 +42,7 @@ SEVERAL, LATE_IN_REQUEST, LATE_REQUEST, ABSENT_AT_END, ABSENT, ONE_REQUEST = (
     (6, B, 0.0),
     (7, A, 3.0),
 )
+# What each loss makes of it; None: it depends on the configuration.
 SHOWS = {
     Loss.EARLIER_REQUESTS: {SEVERAL: 4.0},
     Loss.FIRST_REQUEST: {SEVERAL: 6.0},
