@@ -13,13 +13,16 @@ BIN := .venv/bin
 RUN = PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m
 STAMP := .venv/installed
 
-.PHONY: demo test lint format typecheck wheel docs setup clean help
+.PHONY: demo doctor test lint format typecheck wheel docs setup clean help
 
 help:  ## what the targets do
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1: /'
 
 demo: $(STAMP)  ## train on uneven requests: two CPU ranks, or all GPUs
 	$(RUN) requestzero.recipes.lightning_sft $(ARGS)
+
+doctor: $(STAMP)  ## versions, machine, and what stock DeepSpeed does to a config: make doctor ARGS=ds.json
+	$(RUN) requestzero.doctor $(ARGS)
 
 test: $(STAMP)  ## all tests
 	$(RUN) pytest $(ARGS)

@@ -15,19 +15,18 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
 import time
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+from two_ranks import start
 
 from requestzero.recipes.model import ByteDecoder, next_token_loss
 
-RANKS, REQUESTS, TOKENS, SEQUENCES, VOCABULARY = 2, 4, 128, 4, 259
+REQUESTS, TOKENS, SEQUENCES, VOCABULARY = 4, 128, 4, 259
 
 
 def build(agreement: bool) -> Any:
@@ -75,18 +74,7 @@ def one_agreement(engine: Any, times: int) -> float:
     return statistics.median(measured)
 
 
-def measure(rank: int, rendezvous: str, pairs: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    torch.set_num_threads(1)
-    import deepspeed
-
-    from requestzero.communication import without_inference_operator
-
-    deepspeed.utils.logger.setLevel("ERROR")
-    with without_inference_operator():
-        deepspeed.init_distributed(
-            "gloo", auto_mpi_discovery=False, init_method=rendezvous, rank=rank, world_size=RANKS, verbose=False
-        )
+def measure(pairs: int) -> None:
     engines = build(True), build(False)
     for engine in engines:
         update(engine)
@@ -94,7 +82,7 @@ def measure(rank: int, rendezvous: str, pairs: int) -> None:
     timed = [tuple(update(engine) for engine in engines) for _ in range(pairs)]
     rounds = (engines[0].agreement._channel.rounds - before) / pairs
     agreement = one_agreement(engines[0], 200)
-    if rank == 0:
+    if dist.get_rank() == 0:
         seconds = statistics.median(without for _, without in timed)
         ratio = statistics.median(with_it / without for with_it, without in timed)
         print(f"one agreement               {agreement * 1e6:8.0f} us")
@@ -109,8 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pairs", type=int, default=30, help="updates with and without agreement")
     pairs = parser.parse_args().pairs
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure, (f"file://{folder}/store", pairs), nprocs=RANKS)
+    start(measure, pairs)
 
 
 if __name__ == "__main__":

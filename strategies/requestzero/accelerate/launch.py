@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from requestzero.accelerate.sources import AUTO, Source, put
@@ -18,6 +19,9 @@ from requestzero.settings import RequestZeROSettings
 NONE = "none"
 PACKAGE_PREFIX = "pkg://"
 PRECISION_PLACE = "accelerate's mixed_precision"
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
+_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 
 
 def _number(kind: type) -> Callable[[str], Any]:
@@ -55,6 +59,33 @@ _VARIABLES: dict[str, tuple[str, str, Callable[[str], Any], str | None]] = {
 }
 
 
+def environment_of(config_file: Path) -> dict[str, str]:
+    """What ``accelerate launch --config_file`` makes of a file, as far as it is read here.
+
+    Raises:
+        ValueError: Accelerate cannot read the file, or it is not for DeepSpeed.
+    """
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.utils import DistributedType
+
+    loaded = load_config_from_file(str(config_file))
+    if loaded.distributed_type != DistributedType.DEEPSPEED:
+        raise ValueError(
+            f"{str(config_file)!r} is a file of accelerate launch with distributed_type={loaded.distributed_type}: "
+            "give one for DEEPSPEED, or a DeepSpeed config."
+        )
+    given = dict(loaded.deepspeed_config)
+    environ = {
+        variable: str(given[option]) for variable, (option, *_) in _VARIABLES.items() if given.get(option) is not None
+    }
+    if given.get("deepspeed_config_file") is not None:
+        environ[_FILE] = str(given["deepspeed_config_file"])
+    if loaded.mixed_precision is not None:
+        environ[_PRECISION] = str(loaded.mixed_precision)
+        given["mixed_precision"] = loaded.mixed_precision
+    return {**environ, _FIELDS: ",".join(given)}
+
+
 def launched_sources(environ: Mapping[str, str]) -> list[Source]:
     """One source for each option of ``accelerate launch`` that was given, and one for the DeepSpeed file it names.
 
@@ -72,7 +103,7 @@ def launched_sources(environ: Mapping[str, str]) -> list[Source]:
     precision = launched_precision(environ)
     if precision is not None:
         sources.append(Source(f"{PRECISION_PLACE}={precision!r}", precision_config(precision)))
-    name = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", NONE)
+    name = environ.get(_FILE, NONE)
     if name != NONE:
         sources.append(Source(f"the DeepSpeed file {name!r}", load_named(name, "accelerate's deepspeed_config_file")))
     return sources
@@ -81,7 +112,7 @@ def launched_sources(environ: Mapping[str, str]) -> list[Source]:
 def _check_fields(environ: Mapping[str, str]) -> None:
     """Accelerate tells which keys its file has under ``deepspeed_config``, and passes the values on of its own only."""
     names = {item.name for item in fields(RequestZeROSettings)}
-    for name in environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","):
+    for name in environ.get(_FIELDS, "").split(","):
         if name in names:
             raise ValueError(
                 f"{name!r} stands under deepspeed_config in accelerate's config file, which accelerate does not pass "
@@ -103,8 +134,8 @@ def launched_precision(environ: Mapping[str, str]) -> str | None:
 
     It passes ``"no"`` on also where nobody has said anything, unless its config file did.
     """
-    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    in_file = "mixed_precision" in environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    precision = environ.get(_PRECISION, "no").lower()
+    in_file = "mixed_precision" in environ.get(_FIELDS, "").split(",")
     return precision if precision != "no" or in_file else None
 
 

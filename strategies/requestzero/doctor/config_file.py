@@ -1,0 +1,78 @@
+"""The DeepSpeed config in a file: one of DeepSpeed's own, or one of ``accelerate launch`` that says or names one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from requestzero.deepspeed_config import Config, check_supported, load_config
+from requestzero.deepspeed_keys import check_top_level_keys, check_values, check_zero_section
+from requestzero.engine_options import take_engine_options
+from requestzero.settings import RequestZeROSettings
+
+# Keys that only accelerate's files have.
+_ACCELERATE_KEYS = {"compute_environment", "deepspeed_config", "distributed_type"}
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """What a file says."""
+
+    config: Config
+    """The DeepSpeed config, with our own keys in it."""
+    launched: Mapping[str, str] | None = field(default=None)
+    """Of a file of ``accelerate launch``: the environment variables that it makes of it."""
+
+    def refusal(self) -> str | None:
+        """Why requestzero does not take the config: what the checks of its doors say. ``None``: it does.
+
+        Keys that nobody reads and values that DeepSpeed finds later are told too.
+        """
+        try:
+            if self.launched is None:
+                _check(self.config)
+            else:
+                _check_launched(self.launched)
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def read_config_file(path: Path) -> ConfigFile:
+    """The file's DeepSpeed config.
+
+    Raises:
+        ValueError: it cannot be read, or is a file of ``accelerate launch`` without DeepSpeed.
+        FileNotFoundError: it, or a file that it names, does not exist.
+    """
+    config = load_config(path, "CONFIG")
+    return _read_accelerate_file(path) if _ACCELERATE_KEYS & config.keys() else ConfigFile(config)
+
+
+def _read_accelerate_file(path: Path) -> ConfigFile:
+    from requestzero.accelerate.launch import environment_of, launched_sources
+    from requestzero.accelerate.sources import AUTO, look_up, merge_sources, put
+
+    environ = environment_of(path)
+    config = merge_sources(launched_sources(environ))
+    if look_up(config, "zero_optimization.stage") in (None, AUTO):
+        put(config, "zero_optimization.stage", RequestZeROSettings.stage)  # which is accelerate's default as well
+    return ConfigFile(config, environ)
+
+
+def _check(config: Config) -> None:
+    """What ``requestzero.initialize`` refuses, and what Lightning's door finds in addition."""
+    taken = copy.deepcopy(config)
+    take_engine_options(taken)
+    check_supported(taken)
+    for check in (check_top_level_keys, check_zero_section, check_values):
+        check(config, "CONFIG")
+
+
+def _check_launched(environ: Mapping[str, str]) -> None:
+    from requestzero import RequestZeROPlugin
+    from requestzero.accelerate.plan import make_plan
+
+    make_plan(dict.fromkeys(item.name for item in fields(RequestZeROPlugin)), environ)

@@ -1,0 +1,40 @@
+"""Whether DeepSpeed's Adam for CPU offload could be compiled here. Nothing is compiled."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CpuAdam:
+    """What ``DeepSpeedCPUAdam`` needs, which is compiled on first use; PyTorch's optimizers need none of it."""
+
+    compiler: str | None
+    """Path of the C++ compiler (``$CXX``, else ``c++``) if PyTorch can build extensions with it."""
+    ninja: str | None
+    """Path of ninja, which PyTorch starts by name."""
+    compatible: bool
+    """What DeepSpeed's op builder says of the machine."""
+
+    @property
+    def ok(self) -> bool:
+        return self.compiler is not None and self.ninja is not None and self.compatible
+
+
+def check_cpu_adam() -> CpuAdam:
+    """Loads DeepSpeed, whose op builder is asked.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.cpp_extension import check_compiler_ok_for_platform, get_cxx_compiler
+
+    compiler = get_cxx_compiler()
+    builder = get_accelerator().create_op_builder("CPUAdamBuilder")
+    return CpuAdam(
+        compiler=shutil.which(compiler) if check_compiler_ok_for_platform(compiler) else None,
+        ninja=shutil.which("ninja"),
+        compatible=builder is not None and bool(builder.is_compatible()),
+    )

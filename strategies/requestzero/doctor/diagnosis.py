@@ -1,0 +1,105 @@
+"""Everything that the doctor has found, and the exit status that it comes to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from requestzero.doctor.config_file import read_config_file
+from requestzero.doctor.cpu_adam import CpuAdam, check_cpu_adam
+from requestzero.doctor.requirements import Finding, check_versions
+from requestzero.doctor.stock_losses import Loss, stock_run
+from requestzero.machine import Machine, describe_machine
+from requestzero.versions import require_supported_deepspeed
+
+
+class Status(IntEnum):
+    """Exit statuses. 1 and 2 are left to Python (an exception) and argparse (wrong arguments)."""
+
+    FINE = 0
+    LOSES = 3
+    UNFIT = 4
+
+
+@dataclass(frozen=True)
+class ConfigDiagnosis:
+    """What is known of a config."""
+
+    path: str
+    losses: list[Loss] | None
+    """What stock DeepSpeed does to its gradients; ``None``: not known."""
+    unknown: str | None
+    """Why it is not known."""
+    refusal: str | None
+    """Why requestzero does not take the config; ``None``: it does."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The doctor's report."""
+
+    versions: list[Finding]
+    machine: Machine | None
+    """``None``: DeepSpeed, which chooses the accelerator, is not installed."""
+    cpu_adam: CpuAdam | None
+    """``None``: the same."""
+    config: ConfigDiagnosis | None
+    """``None``: no config was given."""
+
+    @property
+    def status(self) -> Status:
+        if not all(finding.ok for finding in self.versions):
+            return Status.UNFIT
+        if self.config is None:
+            return Status.FINE
+        if self.config.refusal is not None or self.config.losses is None:
+            return Status.UNFIT
+        return Status.LOSES if self.config.losses else Status.FINE
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for ``json.dumps``."""
+        return {
+            "status": int(self.status),
+            "versions": {each.name: asdict(each) | {"ok": each.ok} for each in self.versions},
+            "machine": None if self.machine is None else asdict(self.machine),
+            "cpu_adam": None if self.cpu_adam is None else asdict(self.cpu_adam) | {"ok": self.cpu_adam.ok},
+            "config": None if self.config is None else _config_as_json(self.config),
+        }
+
+
+def diagnose(path: Path | None) -> Diagnosis:
+    """Look at this installation and, where ``path`` is given, at that config. Starts and compiles nothing.
+
+    Raises:
+        ImportError: requestzero itself is not installed.
+        ValueError: the config cannot be read.
+        FileNotFoundError: it, or a file that it names, does not exist.
+    """
+    versions = check_versions()
+    if any(finding.installed is None and not finding.optional for finding in versions):
+        return Diagnosis(versions, None, None, None)
+    config = None if path is None else diagnose_config(path)
+    from deepspeed.accelerator import get_accelerator
+
+    # One rank for every device that is there.
+    machine = describe_machine(ranks=get_accelerator().device_count())
+    return Diagnosis(versions, machine, check_cpu_adam(), config)
+
+
+def diagnose_config(path: Path) -> ConfigDiagnosis:
+    """What is known of the config in the file ``path``; raises as :func:`diagnose`."""
+    file = read_config_file(path)
+    losses, unknown = None, None
+    try:
+        require_supported_deepspeed()
+        losses = stock_run(file.config).losses
+    except (ImportError, ValueError) as error:
+        unknown = str(error)
+    return ConfigDiagnosis(str(path), losses, unknown, file.refusal())
+
+
+def _config_as_json(config: ConfigDiagnosis) -> dict[str, Any]:
+    losses = None if config.losses is None else {loss.name.lower(): loss.value for loss in config.losses}
+    return {**asdict(config), "losses": losses}

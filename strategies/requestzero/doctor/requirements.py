@@ -1,0 +1,60 @@
+"""The versions that are installed, against the ranges in this package's metadata (``pyproject.toml``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from requestzero.machine import installed_versions
+
+DISTRIBUTION = "requestzero"
+PYTHON = "Python"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One package: what is there, what is supported, and whether that is the same."""
+
+    name: str
+    installed: str | None
+    """``None``: not installed."""
+    supported: str
+    """As pip writes ranges."""
+    optional: bool
+    """Whether only an extra needs it."""
+
+    @property
+    def ok(self) -> bool:
+        if self.installed is None:
+            return self.optional
+        # By public version, as ``requestzero.versions`` does: a local build tag does not change the source.
+        return SpecifierSet(self.supported).contains(self.installed.split("+")[0], prereleases=True)
+
+
+def check_versions() -> list[Finding]:
+    """Python and every package of :data:`requestzero.machine.PACKAGES`, without an import of any of them.
+
+    Raises:
+        ImportError: requestzero is not installed, as in a checkout on ``PYTHONPATH``: it has no metadata then.
+    """
+    try:
+        requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
+        python = metadata.metadata(DISTRIBUTION)["Requires-Python"]
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            "requestzero is not installed, so that nothing says which versions it supports. Run: pip install -e ."
+        ) from None
+    return [
+        Finding(name, version, python, optional=False) if name == PYTHON else _finding(name, version, requirements)
+        for name, version in installed_versions().items()
+        if name != DISTRIBUTION
+    ]
+
+
+def _finding(name: str, version: str | None, requirements: list[Requirement]) -> Finding:
+    ours = [requirement for requirement in requirements if requirement.name == name]
+    ranges = sorted({str(requirement.specifier) for requirement in ours})
+    return Finding(name, version, ",".join(ranges), optional=all(each.marker is not None for each in ours))

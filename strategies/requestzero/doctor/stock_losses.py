@@ -1,0 +1,179 @@
+"""What DeepSpeed's own optimizers do to gradients on request boundaries, read from a config.
+
+Written for DeepSpeed 0.19.8, whose ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and
+``runtime/bf16_optimizer.py`` it follows. ``tests/package/test_stock_losses.py`` runs these against each other,
+Muon aside: its updates are orthogonalized, so that a test by values cannot tell the sums apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from requestzero.deepspeed_config import RETAIN_OPTION
+from requestzero.overflow_config import precision_of
+
+_AUTO = "auto"
+_DECIDING = (
+    ("zero_optimization", "stage"),
+    ("zero_optimization", "offload_optimizer", "device"),
+    ("bf16", "enabled"),
+    ("fp16", "enabled"),
+    ("data_types", "grad_accum_dtype"),
+)
+
+
+class Loss(Enum):
+    """One way in which an update is not the sum of its window; the value says which windows, and what happens."""
+
+    EARLIER_REQUESTS = (
+        "Updates of several requests: the end of a request puts its own sum in the place of what was there. Only the "
+        "window's last request is applied."
+    )
+    FIRST_REQUEST = (
+        "Updates of several requests: the first request is written to the host gradient, but not to the sum that the "
+        "next one adds to, and is lost. What that sum still holds of an older window is counted in its place."
+    )
+    FIRST_BACKWARD = (
+        "Updates of several requests, the first of one micro-batch: it is written to the host gradient, but not to the "
+        "sum that the next micro-batch adds to, and is lost. What that sum still holds of an older window is counted "
+        "in its place."
+    )
+    LATE_AFTER_FIRST_REQUEST = (
+        "Parameters that take part in a window, but not in its first request: what they have summed in an older window "
+        "of several requests is counted again."
+    )
+    LATE_AFTER_FIRST_BACKWARD = (
+        "Parameters that take part in a window, but not in its first micro-batch: what they have summed in an older "
+        "window is counted again."
+    )
+    ABSENT_AT_REQUEST_END = (
+        "Parameters that take part in a request, but not in its last micro-batch: their sum does not reach the host "
+        "gradient. The one of their last request end, of this window or an older one, is applied instead."
+    )
+    UNREDUCED = (
+        "Parameters that take part in a request, but not in its last micro-batch (overlap_comm at stage 1 reduces in "
+        "that one's backward only): their gradient is never reduced and is lost."
+    )
+    ABSENT_FROM_WINDOW = (
+        "Parameters that take no part in a window: the gradient of their last update is applied once more, also with "
+        "one micro-batch per update."
+    )
+
+
+@dataclass(frozen=True)
+class StockRun:
+    """What a config says of the path that gradients take in DeepSpeed's own optimizers."""
+
+    stage: int
+    offload: bool
+    model: str
+    """dtype of the parameters: ``"fp32"``, ``"bf16"`` or ``"fp16"``."""
+    accumulation: str
+    """dtype of the window's sum."""
+    managed: bool
+    """``managed_gradient_accumulation``: whether requests have ends."""
+    overlap: bool
+    """``overlap_comm``."""
+    muon: bool
+    """Whether the config's optimizer is Muon."""
+
+    @property
+    def losses(self) -> list[Loss]:
+        """Everything that can go wrong, if requests or parameters are as the text of each says."""
+        if self.stage == 0 or self._is_bf16_optimizer:
+            return []
+        if self.stage == 3:
+            return self._of_stage_3()
+        return self._of_offload() if self.offload else self._of_device()
+
+    @property
+    def _is_bf16_optimizer(self) -> bool:
+        """Stage 1, bf16, fp32 accumulation on the device: an optimizer class of its own, which keeps one fp32 sum."""
+        return self.stage == 1 and not self.offload and (self.model, self.accumulation) == ("bf16", "fp32")
+
+    @property
+    def _keeps_one_sum(self) -> bool:
+        """fp32 accumulation on a 16-bit model adds to one fp32 partition from step to step, Muon's matrices aside."""
+        return self.accumulation == "fp32" != self.model and not self.muon
+
+    @property
+    def _reduces_in_last_backward_only(self) -> bool:
+        return self.stage == 1 and self.overlap
+
+    def _of_device(self) -> list[Loss]:
+        if not self.managed:
+            return []
+        found = [] if self._keeps_one_sum else [Loss.EARLIER_REQUESTS]
+        return [*found, Loss.UNREDUCED] if self._reduces_in_last_backward_only else found
+
+    def _of_offload(self) -> list[Loss]:
+        found = []
+        if not self._keeps_one_sum:
+            found = self._of_host_buffers()
+        if self.managed and self.stage == 2:
+            found.append(Loss.ABSENT_AT_REQUEST_END)
+        if self.managed and self._reduces_in_last_backward_only:
+            found.append(Loss.UNREDUCED)
+        return [*found, Loss.ABSENT_FROM_WINDOW]
+
+    def _of_host_buffers(self) -> list[Loss]:
+        """The sum is a host buffer per parameter; a counter of reductions, not of its own, says whether to add to it.
+
+        Stage 2 reduces in every backward, stage 1 once per request (without managed accumulation: once per window).
+        """
+        if self.stage == 2:
+            return [*([Loss.FIRST_BACKWARD] if self.managed else []), Loss.LATE_AFTER_FIRST_BACKWARD]
+        return [Loss.FIRST_REQUEST, Loss.LATE_AFTER_FIRST_REQUEST] if self.managed else []
+
+    def _of_stage_3(self) -> list[Loss]:
+        at_end = [Loss.ABSENT_AT_REQUEST_END] if self.offload and self.managed else []
+        return [Loss.LATE_AFTER_FIRST_BACKWARD, *at_end, Loss.ABSENT_FROM_WINDOW]
+
+
+def stock_run(config: Mapping[str, Any]) -> StockRun:
+    """The path that ``config`` takes. Loads DeepSpeed, whose own classes read it.
+
+    Raises:
+        ValueError: a value that decides the path is ``"auto"``, is none of DeepSpeed's, or belongs to ZenFlow.
+    """
+    from deepspeed.runtime.config import DtypeEnum
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    _refuse_auto(config)
+    section = {key: value for key, value in (config.get("zero_optimization") or {}).items() if value != _AUTO}
+    section.pop(RETAIN_OPTION, None)
+    try:
+        zero = DeepSpeedZeroConfig(**section)
+    except ValidationError as error:
+        raise ValueError(f"zero_optimization is not allowed: {error}") from error
+    if zero.zenflow is not None:
+        raise ValueError("zero_optimization.zenflow has a gradient path of its own, of which nothing is known here.")
+    precision = precision_of(config)
+    accumulation = (config.get("data_types") or {}).get("grad_accum_dtype")
+    if accumulation is not None and accumulation not in DtypeEnum._value2member_map_:
+        raise ValueError(f"data_types.grad_accum_dtype={accumulation!r} is not allowed: use 'fp32', 'bf16' or 'fp16'.")
+    optimizer = str((config.get("optimizer") or {}).get("type", ""))
+    return StockRun(
+        stage=int(zero.stage),
+        offload=zero.offload_optimizer is not None and zero.offload_optimizer.device != "none",
+        model=precision,
+        accumulation=precision if accumulation is None else DtypeEnum(accumulation).name,
+        managed=config.get("managed_gradient_accumulation", True) is not False,
+        overlap=bool(zero.overlap_comm),
+        muon=optimizer.lower() == "muon",
+    )
+
+
+def _refuse_auto(config: Mapping[str, Any]) -> None:
+    for path in _DECIDING:
+        value: Any = config
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value == _AUTO:
+            raise ValueError(
+                f"{'.'.join(path)} is 'auto', which a trainer fills in: give a file that says what it becomes."
+            )
