@@ -1,0 +1,82 @@
+"""``python -m requestzero.probe``: measure, and show."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from requestzero.probe.options import Options, parse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from requestzero.probe.result import Result
+
+_PLAIN_WIDTH = 160
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 1 a rank failed. Bad options end with SystemExit, code 2, before anything is started."""
+    options = parse(arguments)
+    from rich.console import Console
+
+    from requestzero.probe.ranks import RankFailure, run_ranks
+    from requestzero.probe.table import print_tables
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PLAIN_WIDTH)
+    try:
+        with _progress(console, options.steps()) as report:
+            result = run_ranks(options, report)
+    except RankFailure as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    print_tables(console, result)
+    for path in _write(result, options):
+        console.print(f"wrote {path}", markup=False, highlight=False)
+    return 0
+
+
+def _write(result: Result, options: Options) -> list[Path]:
+    from requestzero.probe.figure import write_figures
+    from requestzero.probe.files import write_csv, write_json
+    from requestzero.probe.page import write_page
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    paths = [options.out / "probe.json", options.out / "probe.csv"]
+    write_json(result, paths[0])
+    write_csv(result, paths[1])
+    paths += write_figures(result, options.out)
+    if options.html:
+        options.html.parent.mkdir(parents=True, exist_ok=True)
+        write_page(result, options.html)
+        paths.append(options.html)
+    return paths
+
+
+@contextmanager
+def _progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal, which vanishes at the end; a line for every tenth of the work elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    begun = -1  # the first report is of the imports
+
+    def report(text: str) -> None:
+        nonlocal begun
+        begun += 1
+        bar.update(task, completed=max(0, begun - 1), description=text)
+        if not console.is_terminal and begun % max(1, steps // 10) == 0:
+            console.print(f"{begun}/{steps}  {text}", markup=False, highlight=False)
+
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("start", total=steps)
+        yield report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The result as a picture: memory over the micro-batches of a window, and times as ratios to stock."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from requestzero.probe.memory import request_sizes
+from requestzero.probe.result import Result, Row
+from requestzero.probe.timing import PARTS
+
+_COLOURS = {"stock": "#8a8f98", "requestzero": "#2f6fde", "released": "#2f6fde", "retained": "#e8893a"}
+_PART_COLOURS = dict(zip(PARTS, ("#a9c4f5", "#2f6fde", "#173a78"), strict=True))
+_PART_NAMES = {"backward": "backward", "boundary": "boundary backward", "step": "step"}
+_STYLE: Any = {
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e6ea",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "requestzero",  # the same result gives the same file
+}
+
+
+def write_figures(result: Result, folder: Path) -> list[Path]:
+    """``probe.png`` and ``probe.svg``, as far as memory or times were measured; nothing where neither was."""
+    if not _panels(result):
+        return []
+    paths = [folder / "probe.png", folder / "probe.svg"]
+    with rc_context(_STYLE):
+        figure = make_figure(result)
+        figure.savefig(paths[0], dpi=160)
+        figure.savefig(paths[1], metadata={"Date": None})
+    return paths
+
+
+def svg_text(result: Result) -> str:
+    """The figure as an ``<svg>`` element; empty where there is nothing to draw."""
+    if not _panels(result):
+        return ""
+    file = io.StringIO()
+    with rc_context(_STYLE):
+        make_figure(result).savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()[file.getvalue().index("<svg") :]
+
+
+def _panels(result: Result) -> list[str]:
+    has = {"memory": bool(_memory_rows(result)), "times": bool(_timed_rows(result))}
+    return [name for name, present in has.items() if present]
+
+
+def _memory_rows(result: Result) -> list[Row]:
+    """Of one configuration: one whose partition can be released, at the highest stage, where there is such."""
+    rows = [row for row in result.rows if "memory" in row.values]
+    if not rows:
+        return []
+    chosen = max(rows, key=lambda row: (row.configuration.has_host_copy, row.configuration.stage)).configuration
+    return [row for row in rows if row.configuration == chosen]
+
+
+def _timed_rows(result: Result) -> list[Row]:
+    return [row for row in result.rows if "step_ratio" in row.values]
+
+
+def make_figure(result: Result) -> Figure:
+    """One panel for what was measured, or two side by side."""
+    panels = _panels(result)
+    bars = len(_timed_rows(result))
+    size = (6.2 * len(panels) - 0.6, max(3.8, 1.4 + 0.42 * bars if "times" in panels else 0))
+    figure = Figure(figsize=size, layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        {"memory": _draw_memory, "times": _draw_times}[panel](axes, result)
+    return figure
+
+
+def _draw_memory(axes: Any, result: Result) -> None:
+    rows = _memory_rows(result)
+    for number, row in enumerate(rows):
+        mib = [count / 2**20 for count in row.values["memory"]]
+        style = {"linestyle": "--"} if not row.engine.requestzero else {}
+        axes.plot(
+            range(1, len(mib) + 1),
+            mib,
+            marker="o",
+            markersize=6 - number,
+            linewidth=2,
+            color=_COLOURS.get(str(row.engine)),
+            label=str(row.engine),
+            zorder=2 + number,
+            **style,
+        )
+    _mark_requests(axes, request_sizes(result.options["requests"]))
+    held = "allocated on the GPU" if result.options["device"] == "cuda" else "held by gradients"
+    axes.set_title(f"Memory over one window\n{rows[0].configuration}, {_ranks(result)}")
+    axes.set_xlabel("micro-batch (dotted: end of a request)")
+    axes.set_ylabel(f"{held} on a rank, after the backward [MiB]")
+    axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.22)  # room for the legend
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(loc="upper center", ncols=len(rows))
+
+
+def _mark_requests(axes: Any, sizes: list[int]) -> None:
+    end = 0
+    for size in sizes:
+        end += size
+        axes.axvline(end, color="#b6bac2", linestyle=":", linewidth=1.2, zorder=1)
+
+
+def _draw_times(axes: Any, result: Result) -> None:
+    rows = _timed_rows(result)
+    height = 0.8 / len(PARTS)
+    for number, part in enumerate(PARTS):
+        middle = [row.values[f"{part}_ratio"] for row in rows]
+        low = [row.values[f"{part}_ratio"] - row.values[f"{part}_ratio_low"] for row in rows]
+        high = [row.values[f"{part}_ratio_high"] - row.values[f"{part}_ratio"] for row in rows]
+        axes.barh(
+            [i + (number - 1) * height for i in range(len(rows))],
+            middle,
+            height,
+            xerr=(low, high),
+            error_kw={"elinewidth": 0.9, "ecolor": "#4a4f58"},
+            color=_PART_COLOURS[part],
+            label=_PART_NAMES[part],
+        )
+    axes.axvline(1, color=_COLOURS["stock"], linestyle="--", linewidth=1.5)
+    axes.set_yticks(range(len(rows)), [_bar_name(row) for row in rows])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_title(f"Time, requestzero / stock (dashed: stock)\n{_ranks(result)}")
+    axes.set_xlabel("ratio, median and quartiles of neighbouring windows (shorter is faster)")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=len(PARTS))
+
+
+def _bar_name(row: Row) -> str:
+    engine = "" if row.engine.retain is None else f", {row.engine}"
+    return f"{row.configuration}{engine}"
+
+
+def _ranks(result: Result) -> str:
+    machine = result.machine
+    return f"{machine.ranks} {'rank' if machine.ranks == 1 else 'ranks'} on {machine.accelerator.upper()}"

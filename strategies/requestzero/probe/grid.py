@@ -1,0 +1,100 @@
+"""Which configurations are measured, and with which engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from requestzero.deepspeed_config import RETAIN_OPTION
+
+RETAIN: tuple[bool | str, ...] = (False, True)
+"""Values of ``retain_gpu_grad_partition_until_step`` that are compared, where it means something."""
+_RETAIN_NAMES: dict[bool | str | None, str] = {None: "requestzero", False: "released", True: "retained"}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Stock DeepSpeed, or requestzero with one value of its option."""
+
+    requestzero: bool
+    retain: bool | str | None = None
+    """``None``: not set, since the configuration has no partition that could be released."""
+
+    def __str__(self) -> str:
+        return _RETAIN_NAMES.get(self.retain, str(self.retain)) if self.requestzero else "stock"
+
+
+STOCK = Engine(requestzero=False)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One ZeRO configuration; dtypes are ``"fp32"``, ``"bf16"`` or ``"fp16"``."""
+
+    stage: int
+    offload: bool
+    model: str
+    accumulation: str
+    masters: str = "fp32"
+
+    def __str__(self) -> str:
+        place = "offload" if self.offload else "device"
+        masters = f", {self.masters} masters" if self.masters != "fp32" else ""
+        return f"ZeRO-{self.stage} {place}, {self.model}/{self.accumulation}{masters}"
+
+    @property
+    def has_host_copy(self) -> bool:
+        """Whether the host gradient can hold the device partition bit for bit, so that it may be released."""
+        return self.offload and self.model != "fp32" and self.accumulation == self.masters == "fp32"
+
+    def engines(self) -> list[Engine]:
+        """Stock first."""
+        return [STOCK, *(Engine(True, retain) for retain in (RETAIN if self.has_host_copy else (None,)))]
+
+    def deepspeed_config(self, engine: Engine, parameters: int) -> dict[str, Any]:
+        """For ``requestzero.initialize`` or ``deepspeed.initialize``, as ``engine`` says.
+
+        Args:
+            parameters: of the model. Its gradients go into one bucket: DeepSpeed's default is 500 million elements.
+        """
+        zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": parameters}
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        if engine.retain is not None:
+            zero[RETAIN_OPTION] = engine.retain
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "data_types": {"grad_accum_dtype": self.accumulation},
+            **self._precision(),
+        }
+
+    def _precision(self) -> dict[str, Any]:
+        if self.model == "fp32":
+            return {}
+        section: dict[str, Any] = {"enabled": True}
+        if self.masters != "fp32":
+            section[f"{self.model}_master_weights_and_grads"] = True
+        if self.model == "fp16":
+            section["loss_scale"] = 16.0  # a power of two: exact
+        return {self.model: section}
+
+
+def grid(dtypes: tuple[str, ...], low_precision_masters: bool) -> list[Configuration]:
+    """Stage x place x masters x accumulation dtype, for models of these dtypes.
+
+    Args:
+        dtypes: of the models.
+        low_precision_masters: also 16-bit masters, which DeepSpeed has only with CPU offload and its own CPU Adam.
+    """
+    return [
+        Configuration(stage, offload, model, accumulation, masters)
+        for model in dtypes
+        for stage, offload in product((1, 2), (False, True))
+        for masters in (("fp32", model) if low_precision_masters and offload and model != "fp32" else ("fp32",))
+        for accumulation in (("fp32",) if model == "fp32" else (model, "fp32"))
+    ]

@@ -1,0 +1,77 @@
+"""The models whose memory, traffic and times are measured, and their inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+TOKENS = 64
+"""Of one micro-batch of a Hugging Face model."""
+
+
+class Chain(torch.nn.Module):
+    """``layers`` linear layers one after another, which begin as the identity so that no gradient vanishes."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+        for param in self.parameters():
+            torch.nn.init.eye_(param)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class CausalLoss(torch.nn.Module):
+    """A Hugging Face model as a function from tokens, ``(1, TOKENS)``, to its loss."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Trainable parameters of a model, and the tensors that they lie in."""
+
+    parameters: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """What to build: a chain, or the Hugging Face model in the directory ``path``."""
+
+    layers: int
+    width: int
+    path: str | None = None
+
+    def build(self) -> torch.nn.Module:
+        """In fp32 on the CPU, the same on every rank."""
+        torch.manual_seed(0)
+        if self.path is None:
+            return Chain(self.layers, self.width)
+        from transformers import AutoModelForCausalLM
+
+        return CausalLoss(AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32))
+
+    def shape(self) -> Shape:
+        """Builds the model, and counts."""
+        sizes = [p.numel() for p in self.build().parameters()]
+        return Shape(sum(sizes), len(sizes))
+
+    def inputs(self, engine: Any) -> torch.Tensor:
+        """One micro-batch on the engine's device: ones in the model's dtype, ``(1, width)``, or random tokens."""
+        if self.path is None:
+            dtype = next(engine.module.parameters()).dtype
+            return torch.ones(1, self.width, dtype=dtype, device=engine.device)
+        vocabulary = engine.module.model.config.vocab_size
+        generator = torch.Generator().manual_seed(engine.global_rank)
+        return torch.randint(vocabulary, (1, TOKENS), generator=generator).to(engine.device)

@@ -1,0 +1,115 @@
+"""Start the ranks, follow them, and take their result."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest.mock import patch
+
+from requestzero.machine import describe_machine
+from requestzero.probe.options import Options
+from requestzero.probe.result import Result
+
+Report = Callable[[str], None]
+
+
+class RankFailure(RuntimeError):
+    """A rank raised or died; the message says which and why. The others have been ended."""
+
+
+def run_ranks(options: Options, report: Report) -> Result:
+    """All measurements, by ``options.ranks`` processes of this machine.
+
+    Args:
+        report: told in this process what is measured next.
+
+    Raises:
+        RankFailure: see there.
+    """
+    import torch.multiprocessing as ranks
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    found: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="probe-") as folder, patch.dict(os.environ, _environment(options)):
+        try:
+            context = ranks.spawn(_rank, (options, folder, theirs), nprocs=options.ranks, join=False)
+            done = False
+            while not done:
+                done = context.join(timeout=0.1)
+                _drain(ours, report, found)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise RankFailure(str(error).strip()) from None
+    machine, rows = found
+    return Result(options.record(), machine, rows)
+
+
+def _drain(pipe: Connection, report: Report, found: list[Any]) -> None:
+    while pipe.poll():
+        message = pipe.recv()
+        if isinstance(message, str):
+            report(message)
+        else:
+            found.extend(message)
+
+
+def _environment(options: Options) -> dict[str, str]:
+    """What has to be set before a rank imports torch and DeepSpeed."""
+    threads = str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
+    accelerator = {"DS_ACCELERATOR": "cpu"} if options.device == "cpu" else {}
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), **accelerator}
+
+
+def _rank(rank: int, options: Options, folder: str, pipe: Connection) -> None:
+    """One rank; the first one reports and sends ``(machine, rows)``."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
+
+    def report(text: str) -> None:
+        if rank == 0:
+            pipe.send(text)
+
+    report("imports")
+    with process_group(rank, options.ranks, options.device, folder), _quiet():
+        from requestzero.probe.measure import measure_all
+
+        rows = measure_all(options, report)
+        if rank == 0:
+            pipe.send((describe_machine(options.ranks), rows))
+
+
+@contextmanager
+def process_group(rank: int, ranks: int, device: str, folder: str) -> Iterator[None]:
+    """This process as one of ``ranks``, which meet in ``folder``; on CUDA each has the device of its number."""
+    import deepspeed
+    import torch
+    from deepspeed.utils import logger
+
+    from requestzero.communication import without_inference_operator
+
+    logger.setLevel("ERROR")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    with without_inference_operator():
+        deepspeed.init_distributed(
+            "nccl" if device == "cuda" else "gloo",
+            auto_mpi_discovery=False,
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=ranks,
+            verbose=False,
+        )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DeepSpeed's ``BF16_Optimizer`` prints memory on the standard output, in the middle of the progress bar."""
+    with open(os.devnull, "w") as nothing, patch.object(sys, "stdout", nothing):
+        yield
