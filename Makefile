@@ -2,7 +2,7 @@
 # pins, and run. The other targets use the same environment.
 #
 #   PYTHON  the interpreter that .venv is made from (3.10 to 3.13)
-#   ARGS    more arguments: overrides for `make demo`, pytest's for `make test`
+#   ARGS    more arguments: overrides for `make demo`, options for `make probe`, pytest's for `make test`
 #           make demo ARGS="trainer.max_steps=10"      make test ARGS="tests/package -x"
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ BIN := .venv/bin
 RUN = PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m
 STAMP := .venv/installed
 
-.PHONY: demo doctor test lint format typecheck wheel docs setup clean help
+.PHONY: demo doctor probe test lint format typecheck wheel docs setup clean help
 
 help:  ## what the targets do
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1: /'
@@ -23,6 +23,9 @@ demo: $(STAMP)  ## train on uneven requests: two CPU ranks, or all GPUs
 
 doctor: $(STAMP)  ## versions, machine, and what stock DeepSpeed does to a config: make doctor ARGS=ds.json
 	$(RUN) requestzero.doctor $(ARGS)
+
+probe: $(STAMP)  ## measure against stock DeepSpeed on this machine, into outputs/probe
+	$(RUN) requestzero.probe --html outputs/probe/probe.html $(ARGS)
 
 test: $(STAMP)  ## all tests
 	$(RUN) pytest $(ARGS)

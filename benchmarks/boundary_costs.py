@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
 import time
 from collections import Counter
@@ -33,7 +32,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from requestzero.probe.counters import Operators, host_memory
+from requestzero.probe.engines import announce
+from requestzero.probe.models import Chain
+from requestzero.probe.ranks import process_group
+from requestzero.probe.timing import ratios, spread
 
 RANKS = 2
 DTYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")]
@@ -96,8 +100,7 @@ class Result:
 
     def ratios(self, part: str, clock: str) -> list[float]:
         """Stock's time divided by ours, one for every pair of neighbouring windows."""
-        stock, ours = (self.times(part, whose, clock) for whose in ("stock", "ours"))
-        return [s / o for s, o in zip(stock, ours, strict=True)]
+        return ratios(self.times(part, "stock", clock), self.times(part, "ours", clock))
 
     def times(self, part: str, whose: str, clock: str) -> list[float]:
         """Seconds of every window; ``BOTH`` is backward and step together."""
@@ -109,55 +112,6 @@ class Result:
         return sum(self.counts[each, whose][name] for each in (PARTS if part == BOTH else (part,)))
 
 
-class Operators(TorchDispatchMode):
-    """Counts what is dispatched, host reads, and what is copied into the tensors ``host``."""
-
-    def __init__(self, host: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self._host = {tensor.untyped_storage().data_ptr() for tensor in host}
-        self._tolist = torch.Tensor.tolist
-
-    def __enter__(self) -> Operators:
-        # ``tolist`` reads without dispatching anything.
-        mode = self
-        self._patch = patch.object(torch.Tensor, "tolist", lambda tensor: mode.counted_tolist(tensor))
-        self._patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *details: Any) -> None:
-        super().__exit__(*details)
-        self._patch.stop()
-
-    def counted_tolist(self, tensor: torch.Tensor) -> Any:
-        self.counts.update(["operators", "host reads"])
-        return self._tolist(tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func.overloadpacket)
-        self.counts["operators"] += 1
-        self.counts["host reads"] += name in ("aten._local_scalar_dense", "aten.is_nonzero", "aten.item")
-        if name == "aten.copy_" and args[0].untyped_storage().data_ptr() in self._host:
-            self.counts["host copies"] += 1
-            self.counts["host bytes"] += args[0].numel() * args[0].element_size()
-        return func(*args, **(kwargs or {}))
-
-
-class Chain(torch.nn.Module):
-    """``tensors`` linear layers one after another, which begin as the identity so that no gradient vanishes."""
-
-    def __init__(self, tensors: int, width: int) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(tensors))
-        for param in self.parameters():
-            torch.nn.init.eye_(param)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
-
-
 class Training:
     """One engine and its windows."""
 
@@ -166,7 +120,6 @@ class Training:
 
         import requestzero as ours
 
-        self.requestzero = requestzero
         model = Chain(case.tensors, width)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         initialize = ours.initialize if requestzero else deepspeed.initialize
@@ -174,22 +127,18 @@ class Training:
         self.x = torch.ones(1, width, dtype=next(model.parameters()).dtype, device=self.engine.device)
 
     def forward(self) -> torch.Tensor:
-        if self.requestzero:
-            # As the Lightning and Accelerate doors do: ranks agree on the request while the forward runs.
-            self.engine.begin_request(micro_batches=1, window_end=True)
+        announce(self.engine, 1, window_end=True)
         self.engine.set_gradient_accumulation_boundary(True)
         return self.engine(self.x)
 
     def counted_window(self) -> tuple[Counter[str], Counter[str]]:
         loss = self.forward()
-        # Stock's optimizer for ZeRO-1 with fp32 accumulation on a 16-bit model is another class.
-        masters = getattr(self.engine.optimizer, "single_partition_of_fp32_groups", [])
-        host = [master.grad for master in masters if master.grad is not None]
+        host = host_memory(self.engine)
         with Operators(host) as in_backward:
             self.engine.backward(loss)
         with Operators(host) as in_step:
             self.engine.step()
-        return in_backward.counts, in_step.counts
+        return counts_of(in_backward), counts_of(in_step)
 
     def timed_window(self) -> dict[tuple[str, str], float]:
         loss = self.forward()
@@ -200,6 +149,11 @@ class Training:
             call()
             times[part, "cpu"], times[part, "wall"] = time.process_time() - cpu, time.perf_counter() - wall
         return times
+
+
+def counts_of(operators: Operators) -> Counter[str]:
+    copies, moved = operators.copies_into_destinations, operators.bytes_to_host
+    return Counter(dict(zip(COUNTED, (operators.total, operators.host_reads, copies, moved), strict=True)))
 
 
 def measure(case: Case, windows: int, width: int) -> Result:
@@ -235,16 +189,13 @@ def table_of(results: list[tuple[Case, list[Result]]]) -> Table:
     for case, by_rank in results:
         for part in (*PARTS, BOTH):
             counts = ["{:,} / {:,}".format(*(by_rank[0].count(part, w, n) for w in ("ours", "stock"))) for n in COUNTED]
-            times = [spread([r for rank in by_rank for r in rank.ratios(part, clock)]) for clock in ("cpu", "wall")]
+            times = [shown([r for rank in by_rank for r in rank.ratios(part, clock)]) for clock in ("cpu", "wall")]
             table.add_row(str(case) if part == PARTS[0] else "", part, *counts, *times)
     return table
 
 
-def spread(ratios: list[float]) -> str:
-    if len(ratios) < 2:
-        return "-"
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+def shown(found: list[float]) -> str:
+    return str(spread(found)) if len(found) > 1 else "-"
 
 
 def fp16_on_cpu(stack: ExitStack) -> None:
@@ -258,16 +209,9 @@ def fp16_on_cpu(stack: ExitStack) -> None:
 
 
 def run_rank(rank: int, folder: str, cases: list[Case], windows: int, width: int) -> None:
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel("ERROR")
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    deepspeed.init_distributed("gloo")
     results = []
-    with ExitStack() as stack:
+    with process_group(rank, RANKS, "cpu", folder), ExitStack() as stack:
         fp16_on_cpu(stack)
         for case in cases:
             by_rank: list[Any] = [None] * RANKS
@@ -275,7 +219,6 @@ def run_rank(rank: int, folder: str, cases: list[Case], windows: int, width: int
             results.append((case, by_rank))
     if rank == 0:
         Console(width=190).print(table_of(results))
-    dist.destroy_process_group()
 
 
 def main() -> None:

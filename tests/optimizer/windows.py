@@ -1,8 +1,4 @@
-"""Update windows for tests: a small model whose gradients are exact in every dtype, the runner, and the reference.
-
-Every layer gets ``x`` and its outputs are weighted with ``w``; both are small integers, so that a layer's gradient is
-the outer product of ``w`` and ``x`` and all sums of a window fit into bf16 without rounding.
-"""
+"""Update windows for tests: the probe's exact layers and reference, in every configuration, and the runner."""
 
 from __future__ import annotations
 
@@ -13,10 +9,20 @@ from unittest.mock import patch
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
-IN = 4
-OUTS = (3, 5, 1, 6, 4)  # a partition border falls inside a layer for two and three ranks
-LR = 1 / 16
+from requestzero.probe.windows import (  # noqa: F401 (tests take them from here)
+    IN,
+    LR,
+    OUTS,
+    ExactLayers,
+    Micro,
+    Window,
+    reference,
+    values,
+    wrong_updates,
+)
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -31,18 +37,6 @@ class OneWeight(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.weight * x).sum()
-
-
-@dataclass(frozen=True)
-class Micro:
-    """One micro-batch: which layers it uses, one seed of values per rank, and whether it ends its request."""
-
-    uses: tuple[bool, ...]
-    seed: int
-    request_end: bool = True
-
-
-Window = list[Micro]
 
 
 @dataclass(frozen=True)
@@ -86,49 +80,16 @@ class Setup:
         return config | self.config
 
 
-class Layers(torch.nn.Module):
+class Layers(ExactLayers):
     def __init__(self, checkpointing: str = "none") -> None:
         super().__init__()
         self.checkpointing = checkpointing
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(IN, out, bias=False) for out in OUTS)
-        for param in self.parameters():
-            torch.nn.init.zeros_(param)
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor, uses: tuple[bool, ...]) -> torch.Tensor:
-        total = x.sum() * 0
-        for layer, used in zip(self.layers, uses, strict=True):
-            if used:
-                total = total + (self._run(layer, x) * w[: layer.out_features]).sum()
-        return total
-
-    def _run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    @override
+    def run_layer(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         if self.checkpointing == "none":
-            return layer(x)
+            return super().run_layer(layer, x)
         return checkpoint(layer, x, use_reentrant=self.checkpointing == "reentrant")
-
-
-def values(seed: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` (a multiple of the world size, so that the mean over ranks is exact) and ``w`` of one micro-batch."""
-    generator = torch.Generator().manual_seed(seed * 1009 + rank)
-    x = torch.randint(-2, 3, (IN,), generator=generator).float() * world_size
-    w = torch.randint(-2, 3, (max(OUTS),), generator=generator).float()
-    return x, w
-
-
-def reference(windows: list[Window], world_size: int) -> list[list[torch.Tensor]]:
-    """Plain PyTorch in fp64: per window each layer's gradient, summed over micro-batches, averaged over ranks."""
-    model = Layers().double()
-    expected = []
-    for window in windows:
-        model.zero_grad(set_to_none=False)
-        for micro in window:
-            for rank in range(world_size):
-                x, w = (v.double() for v in values(micro.seed, rank, world_size))
-                (model(x, w, micro.uses) / world_size).backward()
-        expected.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
-        for p in model.parameters():
-            p.grad = None
-    return expected
 
 
 def build(setup: Setup, requestzero: bool = True, model: torch.nn.Module | None = None, lr: float = LR) -> Any:
@@ -211,12 +172,3 @@ class Fp16OnCpu:
 def _weights(engine: Any, requestzero: bool) -> list[torch.Tensor]:
     # Stock reads another parameter's master weights under round_robin_gradients.
     return masters(engine) if requestzero else [p.detach().cpu().clone() for p in engine.module.parameters()]
-
-
-def wrong_updates(applied: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> int:
-    """How many parameter updates differ from the reference in any bit."""
-    return sum(
-        not torch.equal(a, e)
-        for window_a, window_e in zip(applied, expected, strict=True)
-        for a, e in zip(window_a, window_e, strict=True)
-    )

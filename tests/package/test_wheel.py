@@ -67,6 +67,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) ->
     assert {name for name in names if not name.startswith(info)} == source_files()
     assert f"{info}/licenses/LICENSE" in names
     assert {"requestzero/py.typed", "requestzero/recipes/__init__.py"} <= names
+    assert "requestzero/probe/page.html.jinja" in names
     assert any(name.startswith("requestzero/configs/") and name.endswith(".yaml") for name in names)
 
 
@@ -81,11 +82,11 @@ def test_the_metadata_say_what_is_needed(wheel: zipfile.ZipFile) -> None:
     fields = metadata(wheel)
     assert fields["Requires-Python"] == ">=3.10"
     assert fields["License-Expression"] == "Apache-2.0"
-    assert set(fields.get_all("Provides-Extra", [])) == {"accelerate", "recipes", "cli", "dev"}
+    assert set(fields.get_all("Provides-Extra", [])) == {"accelerate", "recipes", "cli", "probe", "dev"}
     requirements = map(Requirement, fields.get_all("Requires-Dist", []))
     names = {item.name for item in requirements if "extra" not in str(item.marker)}
     assert {"accelerate", "deepspeed", "lightning", "omegaconf", "torch"} <= names
-    assert names.isdisjoint({"hydra-core", "jsonargparse", "transformers"})
+    assert names.isdisjoint({"hydra-core", "jsonargparse", "matplotlib", "transformers"})
 
 
 def test_the_constraints_pin_every_requirement_within_its_range(wheel: zipfile.ZipFile) -> None:

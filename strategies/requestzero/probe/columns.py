@@ -146,8 +146,9 @@ SECTIONS = (
                 "reference (ratio)",
                 "memory",
                 _with_reference("bytes_between_requests", size),
-                "For eight layers of 4096 x 4096 on one GPU the figures of pull request 9044, else one partition: bytes "
-                "of the accumulation dtype x parameters / ranks. Behind it measured / reference.",
+                "For eight layers of 4096 x 4096 on one GPU the figures of pull request 9044, else what arithmetic "
+                "predicts: one partition, bytes of the accumulation dtype x parameters / ranks, or none. Behind it "
+                "measured / reference.",
             ),
             Column(
                 "at peak",

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -68,7 +69,6 @@ def _environment(options: Options) -> dict[str, str]:
 
 def _rank(rank: int, options: Options, folder: str, pipe: Connection) -> None:
     """One rank; the first one reports and sends ``(machine, rows)``."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
 
     def report(text: str) -> None:
         if rank == 0:
@@ -85,13 +85,17 @@ def _rank(rank: int, options: Options, folder: str, pipe: Connection) -> None:
 
 @contextmanager
 def process_group(rank: int, ranks: int, device: str, folder: str) -> Iterator[None]:
-    """This process as one of ``ranks``, which meet in ``folder``; on CUDA each has the device of its number."""
+    """This process as one of ``ranks``, which meet in ``folder``; on CUDA each has the device of its number.
+
+    For a process of its own: sets what DeepSpeed reads from the environment, and silences its logger.
+    """
     import deepspeed
     import torch
     from deepspeed.utils import logger
 
     from requestzero.communication import without_inference_operator
 
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     logger.setLevel("ERROR")
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -110,6 +114,10 @@ def process_group(rank: int, ranks: int, device: str, folder: str) -> Iterator[N
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DeepSpeed's ``BF16_Optimizer`` prints memory on the standard output, in the middle of the progress bar."""
-    with open(os.devnull, "w") as nothing, patch.object(sys, "stdout", nothing):
+    """Without what stands in the middle of the progress bar.
+
+    DeepSpeed's ``BF16_Optimizer`` prints memory, and PyTorch warns of functions that DeepSpeed calls.
+    """
+    with open(os.devnull, "w") as nothing, patch.object(sys, "stdout", nothing), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
         yield

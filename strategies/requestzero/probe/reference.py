@@ -29,7 +29,7 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def add_references(row: Row, shape: Shape, ranks: int, device: str) -> None:
-    """Put what is known beside what was measured: ``NAME_reference``, and measured / reference ``NAME_to_reference``."""
+    """Put what is known beside what was measured: ``NAME_reference``, and as ``NAME_to_reference`` their ratio."""
     known = {
         "precision": _precision(row.configuration),
         "bytes_between_requests": bytes_between_requests(row, shape, ranks, device),
