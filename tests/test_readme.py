@@ -76,7 +76,7 @@ def test_the_trainer_example(tmp_path: Path) -> None:
     assert run_example("Transformers' Trainer", tmp_path) == "3 RequestZeROOptimizer"
 
 
-@pytest.mark.parametrize("name", ["make demo", "make test", "make docs"])
+@pytest.mark.parametrize("name", ["make demo", "make probe", "make test", "make docs"])
 def test_the_commands_exist(name: str) -> None:
     makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
     assert name in README.read_text(encoding="utf-8")

@@ -63,6 +63,13 @@ def test_a_directory_without_a_model(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "holds no config.json" in told(capsys, "--model", os.fspath(tmp_path))
 
 
+def test_where_the_output_goes_is_looked_at_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    text = told(capsys, "--out", str(tmp_path / "file"), "--html", str(tmp_path))
+    assert "file' is a file: give a directory" in text
+    assert "is a directory: give the page's file." in text
+
+
 @pytest.mark.parametrize(("package", "extra"), [("matplotlib", "probe"), ("transformers", "accelerate")])
 def test_a_missing_package_names_its_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str, extra: str

@@ -84,7 +84,7 @@ def test_the_figure_is_a_png_and_an_svg_with_its_text(tmp_path: Path) -> None:
     png, svg = write_figures(made_up_result(), tmp_path)
     assert Image.open(png).size[0] > 1000
     texts = "".join(ElementTree.parse(svg).getroot().itertext())
-    for text in ("released", "retained", "stock", "[MiB]", "boundary backward", "ratio, median and quartiles"):
+    for text in ("released", "retained", "stock", "[MiB]", "boundary backward", "ratio: median and quartiles"):
         assert text in texts
 
 

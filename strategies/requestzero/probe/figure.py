@@ -13,7 +13,7 @@ from requestzero.probe.memory import request_sizes
 from requestzero.probe.result import Result, Row
 from requestzero.probe.timing import PARTS
 
-_COLOURS = {"stock": "#8a8f98", "requestzero": "#2f6fde", "released": "#2f6fde", "retained": "#e8893a"}
+_COLOURS = {"stock": "#b9bec8", "requestzero": "#2f6fde", "released": "#2f6fde", "retained": "#e8893a"}
 _PART_COLOURS = dict(zip(PARTS, ("#a9c4f5", "#2f6fde", "#173a78"), strict=True))
 _PART_NAMES = {"backward": "backward", "boundary": "boundary backward", "step": "step"}
 _STYLE: Any = {
@@ -23,7 +23,8 @@ _STYLE: Any = {
     "axes.grid": True,
     "grid.color": "#e4e6ea",
     "axes.axisbelow": True,
-    "legend.frameon": False,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 1,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "requestzero",  # the same result gives the same file
 }
@@ -72,9 +73,8 @@ def _timed_rows(result: Result) -> list[Row]:
 def make_figure(result: Result) -> Figure:
     """One panel for what was measured, or two side by side."""
     panels = _panels(result)
-    bars = len(_timed_rows(result))
-    size = (6.2 * len(panels) - 0.6, max(3.8, 1.4 + 0.42 * bars if "times" in panels else 0))
-    figure = Figure(figsize=size, layout="constrained")
+    height = max(3.8, 1.6 + 0.42 * len(_timed_rows(result)))
+    figure = Figure(figsize=(6.2 * len(panels), height), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         {"memory": _draw_memory, "times": _draw_times}[panel](axes, result)
     return figure
@@ -82,20 +82,12 @@ def make_figure(result: Result) -> Figure:
 
 def _draw_memory(axes: Any, result: Result) -> None:
     rows = _memory_rows(result)
-    for number, row in enumerate(rows):
+    for row in rows:
         mib = [count / 2**20 for count in row.values["memory"]]
-        style = {"linestyle": "--"} if not row.engine.requestzero else {}
-        axes.plot(
-            range(1, len(mib) + 1),
-            mib,
-            marker="o",
-            markersize=6 - number,
-            linewidth=2,
-            color=_COLOURS.get(str(row.engine)),
-            label=str(row.engine),
-            zorder=2 + number,
-            **style,
-        )
+        # Stock is broad, so that a line of the same height is seen on it.
+        width = 2 if row.engine.requestzero else 7
+        colour, name = _COLOURS.get(str(row.engine)), str(row.engine)
+        axes.plot(range(1, len(mib) + 1), mib, "o-", linewidth=width, markersize=5, color=colour, label=name, zorder=2)
     _mark_requests(axes, request_sizes(result.options["requests"]))
     held = "allocated on the GPU" if result.options["device"] == "cuda" else "held by gradients"
     axes.set_title(f"Memory over one window\n{rows[0].configuration}, {_ranks(result)}")
@@ -129,13 +121,13 @@ def _draw_times(axes: Any, result: Result) -> None:
             color=_PART_COLOURS[part],
             label=_PART_NAMES[part],
         )
-    axes.axvline(1, color=_COLOURS["stock"], linestyle="--", linewidth=1.5)
+    axes.axvline(1, color="#4a4f58", linestyle="--", linewidth=1.2)
     axes.set_yticks(range(len(rows)), [_bar_name(row) for row in rows])
-    axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_title(f"Time, requestzero / stock (dashed: stock)\n{_ranks(result)}")
-    axes.set_xlabel("ratio, median and quartiles of neighbouring windows (shorter is faster)")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=len(PARTS))
+    axes.set_xlabel("ratio: median and quartiles (shorter is faster)")
+    axes.set_ylim(len(rows) - 0.4, -1.3)  # room for the legend
+    axes.legend(loc="upper center", ncols=len(PARTS))
 
 
 def _bar_name(row: Row) -> str:

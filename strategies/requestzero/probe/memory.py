@@ -112,7 +112,7 @@ def measure_memory(
     ``memory``: after every micro-batch. ``bytes_between_requests``: the most after a request's end.
     ``bytes_at_peak``: the most at any time of the window, within a backward too.
     """
-    meter: Meter = CudaMeter() if torch.cuda.is_available() and _on_cuda() else CpuMeter()
+    meter: Meter = CudaMeter() if _on_cuda() else CpuMeter()
     with ExitStack() as stack:
         with meter.watch():
             training = stack.enter_context(built(configuration, engine, model.build(), lr=1e-6))

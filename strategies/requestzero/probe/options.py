@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser = _parser()
     given = parser.parse_args(arguments)
     problems = [*_missing_packages(given), *_range_problems(given), *_column_problems(given.columns)]
-    problems += [*_device_problems(given), *_model_problems(given)]
+    problems += [*_device_problems(given), *_model_problems(given), *_output_problems(given)]
     if problems:
         parser.error("\n  ".join(["", *problems]) if len(problems) > 1 else problems[0])
     options = _options(given)
@@ -180,3 +180,12 @@ def _model_problems(given: argparse.Namespace) -> list[str]:
     wanted = "a directory with a Hugging Face model's config.json and weights"
     found = "holds no config.json" if os.path.isdir(given.model) else "does not exist"
     return [f"--model {given.model!r} {found}: give {wanted}."]
+
+
+def _output_problems(given: argparse.Namespace) -> list[str]:
+    problems = []
+    if given.out.exists() and not given.out.is_dir():
+        problems.append(f"--out {str(given.out)!r} is a file: give a directory, which need not exist.")
+    if given.html is not None and given.html.is_dir():
+        problems.append(f"--html {str(given.html)!r} is a directory: give the page's file.")
+    return problems

@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,10 @@ from requestzero.probe.options import Options
 from requestzero.probe.result import Result
 
 Report = Callable[[str], None]
+
+
+_LONGEST_WAIT = timedelta(minutes=10)
+"""For another rank in a collective: ranks that stock lets drift apart end with an error, and not never."""
 
 
 class RankFailure(RuntimeError):
@@ -106,6 +111,7 @@ def process_group(rank: int, ranks: int, device: str, folder: str) -> Iterator[N
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=ranks,
+            timeout=_LONGEST_WAIT,
             verbose=False,
         )
     yield
