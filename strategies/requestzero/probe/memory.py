@@ -79,7 +79,6 @@ class CpuMeter:
         self._allocations.restart_peak()
 
     def bytes_in_use(self) -> int:
-        gc.collect()  # what only a reference cycle holds is garbage, which Python collects when it likes
         return self._allocations.bytes_in_use
 
     def peak(self) -> int:
@@ -112,6 +111,7 @@ def measure_memory(
     ``memory``: after every micro-batch. ``bytes_between_requests``: the most after a request's end.
     ``bytes_at_peak``: the most at any time of the window, within a backward too.
     """
+    gc.collect()  # earlier engines
     meter: Meter = CudaMeter() if _on_cuda() else CpuMeter()
     with ExitStack() as stack:
         with meter.watch():
@@ -140,6 +140,7 @@ def _window(training: Any, model: ModelChoice, requests: int, meter: Meter) -> t
             with meter.watch():
                 training.backward(loss)
             del loss
+            gc.collect()  # what only a reference cycle holds is garbage, which Python collects when it likes
             memory.append(meter.bytes_in_use())
         ends.append(memory[-1])
     with meter.watch():
