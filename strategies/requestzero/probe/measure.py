@@ -19,14 +19,14 @@ from requestzero.probe.timing import PARTS, measure_times, ratios, spread
 from requestzero.probe.updates import count_wrong_updates
 from requestzero.probe.windows import random_windows
 
-Report = Callable[[str], None]
-"""Told what is measured next."""
 
-
-def measure_all(options: Options, report: Report) -> list[Row]:
+def measure_all(options: Options, report: Callable[[str], None]) -> list[Row]:
     """The rows of ``options.configurations()``, the same on every rank (collective).
 
     An engine that cannot run a measurement gets an error in its row; the others go on.
+
+    Args:
+        report: told what is measured next, ``options.steps()`` times.
     """
     rows = []
     for configuration in options.configurations():
@@ -38,7 +38,7 @@ def measure_all(options: Options, report: Report) -> list[Row]:
     return rows
 
 
-def _measure(configuration: Configuration, options: Options, report: Report) -> list[Row]:
+def _measure(configuration: Configuration, options: Options, report: Callable[[str], None]) -> list[Row]:
     rows = [Row(configuration, engine, note=_note(configuration, engine)) for engine in configuration.engines()]
     for name in options.measurements():
         if name == "times":

@@ -18,9 +18,6 @@ from requestzero.machine import describe_machine
 from requestzero.probe.options import Options
 from requestzero.probe.result import Result
 
-Report = Callable[[str], None]
-
-
 _LONGEST_WAIT = timedelta(minutes=10)
 """For another rank in a collective: ranks that stock lets drift apart end with an error, and not never."""
 
@@ -29,7 +26,7 @@ class RankFailure(RuntimeError):
     """A rank raised or died; the message says which and why. The others have been ended."""
 
 
-def run_ranks(options: Options, report: Report) -> Result:
+def run_ranks(options: Options, report: Callable[[str], None]) -> Result:
     """All measurements, by ``options.ranks`` processes of this machine.
 
     Args:
@@ -56,7 +53,7 @@ def run_ranks(options: Options, report: Report) -> Result:
     return Result(options.record(), machine, rows)
 
 
-def _drain(pipe: Connection, report: Report, found: list[Any]) -> None:
+def _drain(pipe: Connection, report: Callable[[str], None], found: list[Any]) -> None:
     while pipe.poll():
         message = pipe.recv()
         if isinstance(message, str):
