@@ -111,15 +111,25 @@ def measure_memory(
     ``memory``: after every micro-batch. ``bytes_between_requests``: the most after a request's end.
     ``bytes_at_peak``: the most at any time of the window, within a backward too.
     """
-    gc.collect()  # earlier engines
     meter: Meter = CudaMeter() if _on_cuda() else CpuMeter()
-    with ExitStack() as stack:
+    with _quick_garbage_collection(), ExitStack() as stack:
         with meter.watch():
             training = stack.enter_context(built(configuration, engine, model.build(), lr=1e-6))
         _window(training, model, requests, meter)
         meter.settle(training)
         memory, ends = _window(training, model, requests, meter)
         return {"memory": memory, "bytes_between_requests": max(ends), "bytes_at_peak": meter.peak()}
+
+
+@contextmanager
+def _quick_garbage_collection() -> Iterator[None]:
+    """Collect what earlier engines have left; within the block only what is new is looked at."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _on_cuda() -> bool:

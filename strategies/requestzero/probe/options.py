@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", metavar="PATH", help="directory of a Hugging Face model, in place of --layers and --width")
     add("--dtype", choices=DTYPES, default="bf16", help="of the model (default: %(default)s)")
     add("--windows", type=int, default=12, help="random windows for wrong updates (default: %(default)s)")
-    add("--timed-windows", type=int, default=10, help="timed windows of each engine (default: %(default)s)")
+    add("--timed-windows", type=int, default=20, help="timed windows of each engine (default: %(default)s)")
     add("--requests", type=int, default=3, help="requests in a window, at most (default: %(default)s)")
     add("--columns", nargs="+", default=list(COLUMNS), metavar="COLUMN", help=f"of {', '.join(COLUMNS)} (default: all)")
     add("--full", action="store_true", help="all model dtypes of the device, and 16-bit masters (compiles CPUAdam)")
