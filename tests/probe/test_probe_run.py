@@ -54,7 +54,7 @@ def test_stock_is_wrong_and_requestzero_is_not(rows: list[dict[str, Any]], stage
 def test_a_released_partition_is_not_held_between_requests(rows: list[dict[str, Any]]) -> None:
     released, retained = (of(rows, 2, "requestzero", retain) for retain in (False, True))
     assert released["bytes_between_requests"] == 0
-    assert released["bytes_at_peak"] <= retained["bytes_at_peak"]
+    assert all(row["bytes_at_peak"] >= max(row["memory"]) for row in rows)
     for row in (retained, of(rows, 2, "stock")):
         assert row["bytes_between_requests"] == row["bytes_between_requests_reference"] == PARTITION
     # Micro-batches 2, 5 and 6 end a request.

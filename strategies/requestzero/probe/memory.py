@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -15,12 +16,15 @@ from requestzero.probe.engines import announce, built
 from requestzero.probe.grid import Configuration, Engine
 from requestzero.probe.models import ModelChoice
 
+_LATE = 0.2
+"""Seconds after which gloo's threads have let go of tensors: a little later than a reduction is done."""
+
 SIZES = (2, 3, 1)
 """Micro-batches of the first requests of a window; then from the start again."""
 
 
 class Meter(Protocol):
-    """Bytes in use now, and at most since ``restart``."""
+    """Bytes in use now, and at most since ``settle``."""
 
     def watch(self) -> AbstractContextManager[Any]:
         """While the block runs, allocations are seen."""
@@ -35,6 +39,9 @@ class Meter(Protocol):
 
 class CudaMeter:
     """All that PyTorch's allocator has given out on this rank's device, weights included."""
+
+    def __init__(self) -> None:
+        gc.collect()  # earlier engines
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -76,9 +83,11 @@ class CpuMeter:
     def settle(self, training: Any) -> None:
         self._allocations.ignore(_no_gradients(training))
         self._allocations.ignore(host_memory(training))
+        time.sleep(_LATE)
         self._allocations.restart_peak()
 
     def bytes_in_use(self) -> int:
+        time.sleep(_LATE)
         return self._allocations.bytes_in_use
 
     def peak(self) -> int:
@@ -112,24 +121,13 @@ def measure_memory(
     ``bytes_at_peak``: the most at any time of the window, within a backward too.
     """
     meter: Meter = CudaMeter() if _on_cuda() else CpuMeter()
-    with _quick_garbage_collection(), ExitStack() as stack:
+    with ExitStack() as stack:
         with meter.watch():
             training = stack.enter_context(built(configuration, engine, model.build(), lr=1e-6))
-        _window(training, model, requests, meter)
+        _window(training, model, requests, meter.watch, lambda: 0)
         meter.settle(training)
-        memory, ends = _window(training, model, requests, meter)
+        memory, ends = _window(training, model, requests, meter.watch, meter.bytes_in_use)
         return {"memory": memory, "bytes_between_requests": max(ends), "bytes_at_peak": meter.peak()}
-
-
-@contextmanager
-def _quick_garbage_collection() -> Iterator[None]:
-    """Collect what earlier engines have left; within the block only what is new is looked at."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _on_cuda() -> bool:
@@ -138,8 +136,14 @@ def _on_cuda() -> bool:
     return bool(get_accelerator().device_name() == "cuda")
 
 
-def _window(training: Any, model: ModelChoice, requests: int, meter: Meter) -> tuple[list[int], list[int]]:
-    """Bytes after every micro-batch, and after every request; steps at the end."""
+def _window(
+    training: Any,
+    model: ModelChoice,
+    requests: int,
+    watch: Callable[[], AbstractContextManager[Any]],
+    bytes_in_use: Callable[[], int],
+) -> tuple[list[int], list[int]]:
+    """``bytes_in_use`` after every micro-batch, and after every request; steps at the end."""
     inputs, memory, ends = model.inputs(training), [], []
     sizes = request_sizes(requests)
     for request, size in enumerate(sizes):
@@ -147,12 +151,11 @@ def _window(training: Any, model: ModelChoice, requests: int, meter: Meter) -> t
         for micro in range(size):
             training.set_gradient_accumulation_boundary(micro == size - 1)
             loss = training(inputs)
-            with meter.watch():
+            with watch():
                 training.backward(loss)
             del loss
-            gc.collect()  # what only a reference cycle holds is garbage, which Python collects when it likes
-            memory.append(meter.bytes_in_use())
+            memory.append(bytes_in_use())
         ends.append(memory[-1])
-    with meter.watch():
+    with watch():
         training.step()
     return memory, ends
