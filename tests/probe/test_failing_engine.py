@@ -51,5 +51,5 @@ def test_the_others_go_on_without_a_ratio() -> None:
         assert not row.errors
         assert row.values["wrong_updates"] == 0
         assert not [name for name in row.values if "step" in name], "nothing to divide by, and no bare times on a CPU"
-    assert [[Engine(True, False), Engine(True, True)]] == TIMED
+    assert [[Engine(True, retain) for retain in (False, True, "auto")]] == TIMED
     assert len(reports) == options.steps()

@@ -102,6 +102,6 @@ def test_fp16_is_in_the_whole_grid_on_gpus() -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_the_steps_of_the_progress_bar() -> None:
-    # Two configurations: one with stock, released and retained, the other with stock and requestzero.
+    # Two configurations: one with stock, released, retained and auto, the other with stock and requestzero.
     options = parse(["--only", "ZeRO-2 offload", "--columns", "memory", "times"])
-    assert options.steps() == 3 + 2 + 2
+    assert options.steps() == 4 + 2 + 2

@@ -32,20 +32,20 @@ def rows(run: tuple[Path, str]) -> list[dict[str, Any]]:
     return json.loads((run[0] / "probe.json").read_text())["rows"]
 
 
-def of(rows: list[dict[str, Any]], stage: int, engine: str, retain: bool | None = None) -> dict[str, Any]:
+def of(rows: list[dict[str, Any]], stage: int, engine: str, retain: bool | str | None = None) -> dict[str, Any]:
     (row,) = (r for r in rows if (r["stage"], r["engine"], r["retain"]) == (stage, engine, retain))
     return row
 
 
 def test_nothing_failed(rows: list[dict[str, Any]]) -> None:
-    assert len(rows) == 6
+    assert len(rows) == 8
     assert not [key for row in rows for key in row if key.endswith("_error")]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stock_is_wrong_and_requestzero_is_not(rows: list[dict[str, Any]], stage: int) -> None:
     assert 0 < of(rows, stage, "stock")["wrong_updates"] < of(rows, stage, "stock")["updates"] == 4 * 5
-    for retain in (False, True):
+    for retain in (False, True, "auto"):
         assert of(rows, stage, "requestzero", retain)["wrong_updates"] == 0
         assert of(rows, stage, "requestzero", retain)["precision"] == 0
     assert (of(rows, stage, "stock")["precision"] > 1e-3) == (stage == 1)

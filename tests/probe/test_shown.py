@@ -71,13 +71,13 @@ def test_json_and_csv_agree(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     with (tmp_path / "a.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert [row["retain"] for row in rows] == [None, False, True, None]
+    assert [row["retain"] for row in rows] == [None, False, True, "auto", None]
     for row, line in zip(rows, lines, strict=True):
         for name, value in row.items():
             if not isinstance(value, list):
                 assert line[name] == ("" if value is None else str(value))
     assert rows[1]["memory"] == [PARTITION, 0, PARTITION, PARTITION, 0, 0]
-    assert rows[3]["updates_error"] == "TypeError: no <such> thing"
+    assert rows[4]["updates_error"] == "TypeError: no <such> thing"
 
 
 def test_the_figure_is_a_png_and_an_svg_with_its_text(tmp_path: Path) -> None:

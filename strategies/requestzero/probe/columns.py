@@ -154,18 +154,18 @@ SECTIONS = (
                 "at peak",
                 "memory",
                 _value("bytes_at_peak", size),
-                "The most at any time of the window, reduction bucket and gradients in flight included.",
+                "The most at any time of the window; reduction bucket, gradients in flight and activations included.",
             ),
         ),
     ),
     Section(
-        "Work and traffic of a request's last backward",
+        "Work and traffic of a boundary backward",
         (
             Column(
                 "host copies",
                 "copies",
                 _moved("copies"),
-                "Copies into host gradients + out of them, to go on from what earlier requests left.",
+                "Of a request after another one: copies into host gradients + out of them, to go on from there.",
             ),
             Column("bytes", "copies", _moved("bytes"), "Of these copies."),
             Column(

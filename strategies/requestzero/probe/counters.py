@@ -104,7 +104,7 @@ class Allocations(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, int, int]] = {}  # reference, address, bytes
         self._ignored: set[int] = set()
         self._upper_bound = 0
-        self.peak = 0
+        self.peak_bytes = 0
         """The most bytes that were in use at once since :meth:`restart_peak`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,15 +123,15 @@ class Allocations(TorchDispatchMode):
         self._made[reference.cdata] = reference, storage.data_ptr(), storage.nbytes()
         self._upper_bound += storage.nbytes()
         # Memory that was freed is noticed only when somebody looks: look when there may be a new peak, not every time.
-        if self._upper_bound > self.peak:
-            self.peak = max(self.peak, self.bytes_in_use)
+        if self._upper_bound > self.peak_bytes:
+            self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave these out, by their storage, from now on."""
         self._ignored |= {_address(tensor) for tensor in tensors}
 
     def restart_peak(self) -> None:
-        self.peak = self.bytes_in_use
+        self.peak_bytes = self.bytes_in_use
 
     @property
     def bytes_in_use(self) -> int:

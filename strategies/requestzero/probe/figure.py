@@ -13,7 +13,13 @@ from requestzero.probe.memory import request_sizes
 from requestzero.probe.result import Result, Row
 from requestzero.probe.timing import PARTS
 
-_COLOURS = {"stock": "#b9bec8", "requestzero": "#2f6fde", "released": "#2f6fde", "retained": "#e8893a"}
+_COLOURS = {
+    "stock": "#b9bec8",
+    "requestzero": "#2f6fde",
+    "released": "#2f6fde",
+    "retained": "#e8893a",
+    "auto": "#3a9a5b",
+}
 _PART_COLOURS = dict(zip(PARTS, ("#a9c4f5", "#2f6fde", "#173a78"), strict=True))
 _PART_NAMES = {"backward": "backward", "boundary": "boundary backward", "step": "step"}
 _STYLE: Any = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from requestzero.deepspeed_config import RETAIN_OPTION
 
-RETAIN: tuple[bool | str, ...] = (False, True)
+RETAIN: tuple[bool | str, ...] = (False, True, "auto")
 """Values of ``retain_gpu_grad_partition_until_step`` that are compared, where it means something."""
 _RETAIN_NAMES: dict[bool | str | None, str] = {None: "requestzero", False: "released", True: "retained"}
 

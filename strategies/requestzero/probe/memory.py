@@ -91,7 +91,7 @@ class CpuMeter:
         return self._allocations.bytes_in_use
 
     def peak(self) -> int:
-        return self._allocations.peak
+        return self._allocations.peak_bytes
 
 
 def _no_gradients(training: Any) -> list[torch.Tensor]:
@@ -118,7 +118,7 @@ def measure_memory(
     """Bytes on this rank over the second window of ``requests`` requests (collective).
 
     ``memory``: after every micro-batch. ``bytes_between_requests``: the most after a request's end.
-    ``bytes_at_peak``: the most at any time of the window, within a backward too.
+    ``bytes_at_peak``: the most at any time of the window, activations included.
     """
     meter: Meter = CudaMeter() if _on_cuda() else CpuMeter()
     with ExitStack() as stack:
@@ -150,10 +150,8 @@ def _window(
         announce(training, size, window_end=request == len(sizes) - 1)
         for micro in range(size):
             training.set_gradient_accumulation_boundary(micro == size - 1)
-            loss = training(inputs)
-            with watch():
-                training.backward(loss)
-            del loss
+            with watch():  # a released partition may come back beside the forward
+                training.backward(training(inputs))
             memory.append(bytes_in_use())
         ends.append(memory[-1])
     with watch():

@@ -59,12 +59,15 @@ def _is_public(configuration: Configuration, shape: Shape, ranks: int, device: s
     return (configuration, shape, ranks, device) == (_MEMORY_CONFIGURATION, _MEMORY_SHAPE, 1, "cuda")
 
 
-def bytes_between_requests(row: Row, shape: Shape, ranks: int, device: str) -> float:
+def bytes_between_requests(row: Row, shape: Shape, ranks: int, device: str) -> float | None:
     """One partition per rank in the accumulation dtype, or nothing where the host gradient stands for it.
 
-    On CUDA, where everything is counted, the model's weights too.
+    On CUDA, where everything is counted, the model's weights too. ``None`` with ``"auto"``: it depends on the memory that
+    is free.
     """
     configuration, engine = row.configuration, row.engine
+    if engine.retain == "auto":
+        return None
     released = configuration.has_host_copy and engine.requestzero and engine.retain is False
     if _is_public(configuration, shape, ranks, device):
         return float(_RELEASED if released else _HELD)
