@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -32,14 +31,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from two_ranks import RANKS, start
 
 from requestzero.probe.counters import Operators, host_memory
 from requestzero.probe.engines import announce
 from requestzero.probe.models import Chain
-from requestzero.probe.ranks import process_group
 from requestzero.probe.timing import ratios, spread
 
-RANKS = 2
 DTYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")]
 PARTS = ("backward", "step")
 BOTH = "both"
@@ -208,16 +206,15 @@ def fp16_on_cpu(stack: ExitStack) -> None:
     stack.enter_context(patch.object(kind, "supported_dtypes", lambda self: dtypes))
 
 
-def run_rank(rank: int, folder: str, cases: list[Case], windows: int, width: int) -> None:
-    torch.set_num_threads(1)
+def run_rank(cases: list[Case], windows: int, width: int) -> None:
     results = []
-    with process_group(rank, RANKS, "cpu", folder), ExitStack() as stack:
+    with ExitStack() as stack:
         fp16_on_cpu(stack)
         for case in cases:
             by_rank: list[Any] = [None] * RANKS
             dist.all_gather_object(by_rank, measure(case, windows, width))
             results.append((case, by_rank))
-    if rank == 0:
+    if dist.get_rank() == 0:
         Console(width=190).print(table_of(results))
 
 
@@ -231,8 +228,7 @@ def main() -> None:
     cases = [case for case in all_cases(args.tensors) if args.only in str(case)]
     if not cases:
         parser.error(f"--only {args.only!r} names no configuration: {', '.join(map(str, all_cases([64])))}")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (folder, cases, args.windows, args.width), nprocs=RANKS)
+    start(run_rank, cases, args.windows, args.width)
 
 
 if __name__ == "__main__":

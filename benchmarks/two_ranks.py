@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from requestzero.probe.ranks import process_group
 
 RANKS = 2
 
@@ -19,27 +20,12 @@ def start(function: Callable[..., None], *args: Any) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_run, (f"file://{folder}/store", function, args), nprocs=RANKS)
+        torch.multiprocessing.spawn(_run, (folder, function, args), nprocs=RANKS)
 
 
-def _run(rank: int, rendezvous: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+def _run(rank: int, folder: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from requestzero.communication import without_inference_operator
-
-    deepspeed.utils.logger.setLevel("ERROR")
-    get_accelerator().set_device(rank)
-    with without_inference_operator():
-        deepspeed.init_distributed(
-            get_accelerator().communication_backend_name(),
-            auto_mpi_discovery=False,
-            init_method=rendezvous,
-            rank=rank,
-            world_size=RANKS,
-            verbose=False,
-        )
-    function(*args)
-    dist.destroy_process_group()
+    with process_group(rank, RANKS, get_accelerator().device_name(), folder):
+        function(*args)

@@ -62,8 +62,8 @@ def _is_public(configuration: Configuration, shape: Shape, ranks: int, device: s
 def bytes_between_requests(row: Row, shape: Shape, ranks: int, device: str) -> float | None:
     """One partition per rank in the accumulation dtype, or nothing where the host gradient stands for it.
 
-    On CUDA, where everything is counted, the model's weights too. ``None`` with ``"auto"``: it depends on the memory that
-    is free.
+    On CUDA, where everything is counted, the model's weights too. ``None`` with ``"auto"``: it depends on the memory
+    that is free.
     """
     configuration, engine = row.configuration, row.engine
     if engine.retain == "auto":
