@@ -20,6 +20,7 @@ _COLOURS = {
     "retained": "#e8893a",
     "auto": "#3a9a5b",
 }
+_LINE_WIDTHS = {"stock": 8, "retained": 4.5}  # broad, so that lines of the same height are seen on them
 _PART_COLOURS = dict(zip(PARTS, ("#a9c4f5", "#2f6fde", "#173a78"), strict=True))
 _PART_NAMES = {"backward": "backward", "boundary": "boundary backward", "step": "step"}
 _STYLE: Any = {
@@ -90,8 +91,7 @@ def _draw_memory(axes: Any, result: Result) -> None:
     rows = _memory_rows(result)
     for row in rows:
         mib = [count / 2**20 for count in row.values["memory"]]
-        # Stock is broad, so that a line of the same height is seen on it.
-        width = 2 if row.engine.requestzero else 7
+        width = _LINE_WIDTHS.get(str(row.engine), 2)
         colour, name = _COLOURS.get(str(row.engine)), str(row.engine)
         axes.plot(range(1, len(mib) + 1), mib, "o-", linewidth=width, markersize=5, color=colour, label=name, zorder=2)
     _mark_requests(axes, request_sizes(result.options["requests"]))
