@@ -46,20 +46,30 @@ class BucketPacking(WindowedOptimizer):
     def _note_gradient(self, param: Any, group_idx: int) -> None:
         """Put a gradient on the list of its bucket, which is reduced before if it is full."""
         gradient, size = self.get_gradient_for_reduction(param), param.numel()
-        if gradient is None or size > self.reduce_bucket_size or not getattr(param, "ds_grad_is_ready", True):
+        if gradient is None or size == 0 or not getattr(param, "ds_grad_is_ready", True):
+            return
+        comm_dtype = self.get_param_comm_dtype(param)
+        bucket = self.ipg_buckets[comm_dtype]
+        if size > self.reduce_bucket_size:
+            self._pack(bucket)
+            self._reduce_alone(param, group_idx)
             return
         self.arriving = param
         if self.records_origin:
             self.record_origin(param)
-        comm_dtype = self.get_param_comm_dtype(param)
-        bucket = self.ipg_buckets[comm_dtype]
         if bucket.elements + size > self.reduce_bucket_size:
             self._pack(bucket)
             self.reduce_ipg_grads(comm_dtype)
-        if size > 0:
-            bucket.grads.append(gradient)
-            bucket.params.append((group_idx, param.param_idx_in_group, self.get_param_id(param)))
-            bucket.elements += size
+        bucket.grads.append(gradient)
+        bucket.params.append((group_idx, param.param_idx_in_group, self.get_param_id(param)))
+        bucket.elements += size
+
+    def _reduce_alone(self, param: Any, group_idx: int) -> None:
+        """Reduce a gradient that is larger than a bucket in its own memory, after what has come before it."""
+        self.reduce_ready_partitions_and_remove_grads(param, group_idx)
+        self.arriving = None
+        self.reduce_ipg_grads(self.get_param_comm_dtype(param))
+        self.clear_grad_attribute(param)
 
     def _pack(self, bucket: Any) -> None:
         """Copy the gradients on the bucket's list into it, in its dtype, and let go of them."""
