@@ -4,9 +4,11 @@
 #   PYTHON  the interpreter that .venv is made from (3.10 to 3.13)
 #   ARGS    more arguments: overrides for `make demo`, options for `make probe`, pytest's for `make test`
 #           make demo ARGS="trainer.max_steps=10"      make test ARGS="tests/package -x"
+#   WORKERS how many files of tests run side by side, each with ranks of its own
 
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= 2
 
 # Relative paths only, so that the checkout may lie in a directory with spaces. DeepSpeed starts ninja by name.
 BIN := .venv/bin
@@ -28,7 +30,7 @@ probe: $(STAMP)  ## measure against stock DeepSpeed on this machine, into output
 	$(RUN) requestzero.probe --html outputs/probe/probe.html $(ARGS)
 
 test: $(STAMP)  ## all tests
-	$(RUN) pytest $(ARGS)
+	$(RUN) pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and layout
 	$(RUN) ruff check .
