@@ -26,7 +26,6 @@ fp32 where ZeRO-2 reduces in bf16, and offloads parameters too, on GPUs only.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -45,6 +44,7 @@ from torch.utils._pytree import tree_leaves
 from two_ranks import RANKS, start
 
 from requestzero import MicroBatch
+from requestzero.probe.timing import ratios, spread
 from requestzero.recipes.model import next_token_loss
 
 MEMORY_WINDOWS = 2
@@ -251,25 +251,16 @@ def table_of(part: str, by_rank: list[dict[str, Result]], plain: list[Weights]) 
     results = by_rank[0]
     first = next(iter(results.values())).weights
     for name, result in results.items():
-        ratios = [
-            stock / own
-            for rank in by_rank
-            for stock, own in zip(rank[STOCK].seconds[1:], rank[name].seconds[1:], strict=True)
-        ]
+        speeds = [each for rank in by_rank for each in ratios(rank[STOCK].seconds[1:], rank[name].seconds[1:])]
         same = all(torch.equal(mine, other) for mine, other in zip(result.weights, first, strict=True))
         table.add_row(
             name,
-            spread(ratios),
+            str(spread(speeds)),
             *(f"{max(getattr(rank[name], kind) for rank in by_rank) / 2**20:,.1f} MiB" for kind in ("peak", "between")),
             *(f"{largest_difference(result.weights, each):.1e}" for each in plain),
             "yes" if same else "no",
         )
     return table
-
-
-def spread(ratios: list[float]) -> str:
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
 def run_rank(parts: list[str], count: int, overrides: list[str]) -> None:

@@ -38,9 +38,9 @@ def spread(values: list[float]) -> Spread:
     return Spread(median, low, high)
 
 
-def ratios(values: list[float], stock: list[float]) -> list[float]:
-    """``values`` divided by stock's, pair by pair of neighbouring windows."""
-    return [value / other for value, other in zip(values, stock, strict=True)]
+def ratios(values: list[float], others: list[float]) -> list[float]:
+    """``values`` divided by ``others``, pair by pair of neighbouring windows."""
+    return [value / other for value, other in zip(values, others, strict=True)]
 
 
 class Timed:
