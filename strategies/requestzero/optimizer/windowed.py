@@ -73,9 +73,10 @@ class WindowedOptimizer(DeepSpeedZeroOptimizer):
 
     @override
     def should_refresh_expected_hook_count(self) -> bool:
-        """No: autograd tells when a backward has ended, and what DeepSpeed would count is used where it does not.
+        """No: autograd tells when a backward has ended, and DeepSpeed uses its count only where autograd does not.
 
         The count walks over all parameters of the model, a fifth of the backward of a model with many small ones.
+        Outside a graph task of autograd, where nothing would tell, DeepSpeed is left to count, which raises there.
         """
         return super().should_refresh_expected_hook_count() and torch._C._current_graph_task_id() == -1
 
