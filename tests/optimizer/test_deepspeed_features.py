@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import RankGroup
 from test_window import applied_by, assert_sums
-from windows import IN, LR, Layers, Micro, Setup, backward, build, masters, reference, values
+from windows import IN, LR, Layers, Micro, OneWeight, Setup, backward, build, masters, reference, values
 
 ALL = (True,) * 5
 SOME = (True, False, True, True, False)
@@ -95,6 +95,26 @@ def test_torch_style_backward(
 ) -> None:
     setup = Setup(stage=stage, offload=offload, model=model, accum=accum, checkpointing=checkpointing)
     two_ranks.run(plain_backward, setup)
+
+
+def backward_with_a_graph(setup: Setup) -> list[float]:
+    """Two requests of ``loss.backward(create_graph=True)``, whose gradients are 2 at a weight of 0; the update."""
+    engine = build(setup, model=OneWeight())
+    for _ in range(2):
+        engine.set_gradient_accumulation_boundary(True)
+        loss = engine(torch.full_like(engine.module.weight, 2.0))
+        (loss + loss.square()).backward(create_graph=True)
+    engine.step()
+    update: list[float] = (masters(engine)[0] / -LR).tolist()
+    engine.destroy()
+    return update
+
+
+@every_place
+@pytest.mark.parametrize("bucket", [8, 4])  # the weight fits into a bucket, or is larger
+def test_gradients_may_have_a_graph(two_ranks: RankGroup, stage: int, offload: bool, bucket: int) -> None:
+    setup = Setup(stage=stage, offload=offload, zero={"reduce_bucket_size": bucket})
+    assert two_ranks.run(backward_with_a_graph, setup) == [[4.0] * 8] * 2
 
 
 def accumulation_steps(setup: Setup) -> None:

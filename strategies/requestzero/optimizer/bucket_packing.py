@@ -71,6 +71,7 @@ class BucketPacking(WindowedOptimizer):
         self.reduce_ipg_grads(self.get_param_comm_dtype(param))
         self.clear_grad_attribute(param)
 
+    @torch.no_grad()  # a backward with create_graph=True brings gradients that have a graph, and it ends here
     def _pack(self, bucket: Any) -> None:
         """Copy the gradients on the bucket's list into it, in its dtype, and let go of them."""
         if not bucket.grads:

@@ -85,6 +85,7 @@ class BucketSum(BucketPacking):
         self._taken.remove(param_id)
         self.clear_grad_attribute(param)
 
+    @torch.no_grad()  # a backward with create_graph=True brings gradients that have a graph, which ends here
     def _take_bucket(self, param: torch.Tensor) -> None:
         """Add everything that this rank owns of the bucket of ``param``."""
         comm_dtype = self.get_param_comm_dtype(param)
@@ -103,7 +104,7 @@ class BucketSum(BucketPacking):
     def _reduced(self, bucket: Any, param: torch.Tensor) -> torch.Tensor:
         """The reduced gradients, flat; one that is larger than a bucket is alone and stays in its own memory."""
         if param.numel() > self.reduce_bucket_size:
-            return self.get_param_gradient_attribute(param).view(-1)
+            return self.get_param_gradient_attribute(param).detach().view(-1)
         return bucket.buffer[bucket.index].narrow(0, 0, bucket.elements)
 
     def _owned_pieces(self, bucket: Any) -> Iterator[Piece]:
