@@ -15,15 +15,13 @@ from requestzero.probe.__main__ import main
 def fails_on_rank_1(rank: int, *_: Any) -> None:
     if rank == 1:
         raise ValueError("of no use")
-    time.sleep(120)  # in a collective, on a rank
+    time.sleep(3600)  # in a collective, on a rank; longer than a test may take
 
 
 def test_the_error_is_shown_and_the_exit_code_is_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ranks, "_rank", fails_on_rank_1)
-    started = time.monotonic()
-    assert main(["--device", "cpu", "--out", str(tmp_path / "out")]) == 1
-    assert time.monotonic() - started < 100, "the other rank has been ended"
+    assert main(["--device", "cpu", "--out", str(tmp_path / "out")]) == 1, "which is said when the other rank has ended"
     assert "ValueError: of no use" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
