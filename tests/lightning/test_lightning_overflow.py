@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from counting import Operators
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import Run, batch_value, error_of, train
 from ranks import RankGroup
+
+from requestzero.probe.counters import Operators
 
 CHECK = {"check_grad_overflow": True}
 DROP = {**CHECK, "on_overflow": "drop_request"}

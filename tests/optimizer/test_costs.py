@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from counting import Operators
 from ranks import RankGroup
 from windows import Fp16OnCpu, Setup, build
+
+from requestzero.probe.counters import Operators
 
 DTYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")]
 PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]

@@ -17,7 +17,7 @@ REPLICATED, PARALLEL = 1, 3
 
 def norm(setup: Setup, model_parallel_rank: int, requestzero: bool) -> tuple[float, int]:
     """The norm of one window, and the host reads of its step."""
-    from counting import Operators
+    from requestzero.probe.counters import Operators
 
     engine: Any = build(setup, requestzero)
     params = list(engine.module.parameters())

@@ -7,10 +7,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from counting import Operators
 from poison import poisoned_backward
 from ranks import RankGroup
 from windows import LR, Fp16OnCpu, Micro, OneWeight, Setup, backward, build, masters, reference
+
+from requestzero.probe.counters import Operators
 
 ALL = (True,) * 5
 PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]

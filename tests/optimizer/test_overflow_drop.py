@@ -10,10 +10,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from counting import Operators
 from poison import SPLIT, poisoned_backward, warnings_of
 from ranks import RankGroup
 from windows import LR, OUTS, Fp16OnCpu, Micro, OneWeight, Setup, backward, build, masters, reference
+
+from requestzero.probe.counters import Operators
 
 ALL = (True,) * 5
 PLACES = list(product((1, 2), (False, True)))

@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from counting import Operators
 from poison import SPLIT, poisoned_backward, warnings_of
 from ranks import RankGroup
 from windows import LR, Fp16OnCpu, Micro, OneWeight, Setup, backward, build, masters, reference
 
 import requestzero
 from requestzero.optimizer.skips import name_requests
+from requestzero.probe.counters import Operators
 
 ALL = (True,) * 5
 FIRST_FOUR = (True, True, True, True, False)

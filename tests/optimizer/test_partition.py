@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from counting import Allocations, Operators
 from ranks import RankGroup
 from windows import Fp16OnCpu, Micro, Setup, backward, build, masters
+
+from requestzero.probe.counters import Allocations, Operators
 
 ALL = (True,) * 5
 FP32_SUM = {"model": "bf16", "accum": "fp32"}

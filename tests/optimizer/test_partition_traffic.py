@@ -12,11 +12,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from counting import Allocations
 from ranks import RankGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from windows import Micro, OneWeight, Setup, Window, backward, build, masters, reference, run_windows, wrong_updates
+
+from requestzero.probe.counters import Allocations
 
 ALL = (True,) * 5
 SOME = (True, False, True, False, True)  # every parameter of the first of two groups, none of the second

@@ -9,10 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from counting import Operators
 from ranks import RankGroup
 from sequences import RANKS, SIZES, Sequence, Sliced, cut, draw, reference, run_window
 from windows import Fp16OnCpu, Setup, build, masters
+
+from requestzero.probe.counters import Operators
 
 LR, MOMENTUM = 0.5, 0.5
 DTYPES = [("fp32", "fp32", {}), ("bf16", "fp32", {}), ("bf16", "bf16", {})]
