@@ -217,10 +217,14 @@ class RequestZeROEngine(AnnouncingEngine):
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Also begin to restore a released gradient partition, beside the forward (stage 2, CPU offload)."""
+        """Also begin to restore a released gradient partition at its end (stage 2, CPU offload).
+
+        Not before: what the forward needs for itself, such as logits, would meet the partition.
+        """
+        outputs = super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.zero_optimization_partition_gradients():
             self._restore_partitions()
-        return super().forward(*inputs, **kwargs)
+        return outputs
 
     def _restore_partitions(self) -> None:
         """What a released partition held comes back, unless nothing is reduced into it for now."""

@@ -2,7 +2,7 @@
 
 At a request's end the partition is *published* (copied to the host gradient, once per group) and then *released* or
 kept. A further request *restores* what was released: ahead of its first reduction, on a stream of its own, so that the
-copy runs beside the forward and backward; or, where nobody has announced the request, when its first bucket comes.
+copy runs beside the loss and the backward; or, where memory is not pinned, when its first bucket comes.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def count_costs(configuration: Configuration, engine: Engine, model: ModelChoice
 
     ``..._backward`` are of the second request's backward, a boundary that goes on from what the first one left;
     ``..._step`` are of the step. Copies and bytes are of the whole second request, since a partition may come back
-    beside its forward: to the host gradient and, to be added to, back from it.
+    at its forward's end: to the host gradient and, to be added to, back from it.
     """
     with built(configuration, engine, model.build(), lr=1e-6) as training:
         _window(training, model)

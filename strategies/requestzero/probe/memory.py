@@ -150,7 +150,7 @@ def _window(
         announce(training, size, window_end=request == len(sizes) - 1)
         for micro in range(size):
             training.set_gradient_accumulation_boundary(micro == size - 1)
-            with watch():  # a released partition may come back beside the forward
+            with watch():  # a released partition may come back at the forward's end
                 training.backward(training(inputs))
             memory.append(bytes_in_use())
         ends.append(memory[-1])
