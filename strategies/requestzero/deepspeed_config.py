@@ -34,7 +34,7 @@ def load_config(config: Any, source: str = "config") -> Config:
 
     Raises:
         ValueError: not one of these, a value is missing (``???``), or the file does not hold a mapping.
-        FileNotFoundError: the file does not exist.
+        FileNotFoundError: the file does not exist, or is a directory.
     """
     if config is None:
         return {}
@@ -76,7 +76,8 @@ def _decode(text: str) -> Config | None:
 
 def _load_file(path: Path, source: str) -> Config:
     if not path.is_file():
-        raise FileNotFoundError(f"{source} names the file {str(path)!r}, which does not exist.")
+        found = "is no file" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"{source} names the file {str(path)!r}, which {found}.")
     import hjson
 
     text = path.read_text(encoding="utf-8")
@@ -177,7 +178,7 @@ def take_own_section(config: Config) -> Config:
     Raises:
         ValueError: it is no mapping, or holds a key that does not exist or a value that is not a bool.
     """
-    section = _section(config, OWN_SECTION)
+    section = section_of(config, OWN_SECTION)
     config.pop(OWN_SECTION, None)
     for name, value in section.items():
         if name not in OWN_SECTION_OPTIONS:
@@ -195,7 +196,7 @@ def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
         config: a DeepSpeed configuration.
         model: the module to train, if there is one yet.
     """
-    zero = _section(config, "zero_optimization")
+    zero = section_of(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if stage not in (1, 2):
         advice = "call deepspeed.initialize for it" if stage == 3 else "set it to 1 or 2, or use plain DDP"
@@ -207,12 +208,12 @@ def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
             "zero_optimization.zenflow was asked, which keeps a gradient path of its own: remove it "
             "(offload_optimizer alone is supported), or call deepspeed.initialize for ZenFlow."
         )
-    if _section(config, "compile").get("deepcompile"):
+    if section_of(config, "compile").get("deepcompile"):
         raise ValueError(
             "compile.deepcompile was asked, which reduces gradients inside compiled graphs: set it to false, or call "
             "deepspeed.initialize for DeepCompile."
         )
-    if _section(config, "hybrid_engine").get("enabled"):
+    if section_of(config, "hybrid_engine").get("enabled"):
         raise ValueError(
             "hybrid_engine.enabled was asked, which is an engine class of its own: set it to false, or call "
             "deepspeed.initialize for the hybrid engine."
@@ -224,7 +225,8 @@ def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
         )
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The section ``name`` of a DeepSpeed config; empty where there is none. ValueError where it is no mapping."""
     value = config.get(name)
     if value is None:
         return {}

@@ -158,8 +158,10 @@ def check_values(config: Config, source: str) -> None:
         value = config.get("data_types", {}).get(key)
         if value is not None and value not in DtypeEnum._value2member_map_:
             raise ValueError(f"data_types.{key}={value!r} in {source} is not allowed: use 'fp16', 'bf16' or 'fp32'.")
-    _parse(DeepSpeedFP16Config, config.get("fp16", {}), "fp16", source)
-    _parse(DeepSpeedBF16Config, config.get("bf16", {}), "bf16", source)
+    fp16 = _parse(DeepSpeedFP16Config, config.get("fp16", {}), "fp16", source)
+    bf16 = _parse(DeepSpeedBF16Config, config.get("bf16", {}), "bf16", source)
+    if fp16.enabled and bf16.enabled:
+        raise ValueError(f"fp16.enabled and bf16.enabled in {source} are both true: turn one of them off.")
 
 
 def _check_clipping(value: Any, source: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from requestzero.deepspeed_config import section_of
 from requestzero.nearest import nearest
 from requestzero.overflow_rules import LOSS_SCALE_KEYS, contradictions
 from requestzero.settings import OWN_OVERFLOW_KEYS, OverflowSettings
@@ -76,8 +77,12 @@ def check_overflow_section(config: Mapping[str, Any], source: str) -> None:
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """``"fp16"``, ``"bf16"`` or ``"fp32"``: what the sections of a DeepSpeed config turn on."""
-    return next((name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled") is True), "fp32")
+    """``"fp16"``, ``"bf16"`` or ``"fp32"``: what the sections of a DeepSpeed config turn on.
+
+    Raises:
+        ValueError: one of them is no mapping.
+    """
+    return next((name for name in ("fp16", "bf16") if section_of(config, name).get("enabled") is True), "fp32")
 
 
 def overflow_of(config: Mapping[str, Any], precision: str | None) -> dict[str, Any]:

@@ -115,6 +115,8 @@ REFUSED = {
     "unknown key": ({"zero_optimisation": {}, "zero_optimization": {"stage": 1}}, "Did you mean 'zero_optimization'"),
     "unknown ZeRO key": ({"zero_optimization": {"stage": 1, "overlap": True}}, "is no ZeRO option"),
     "wrong value": ({"zero_optimization": {"stage": 2}, "gradient_clipping": -1}, "gradient_clipping=-1"),
+    "two precisions": ({**LOSING, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "are both true"),
+    "precision that is no section": ({**LOSING, "bf16": True}, "bf16=True is not allowed"),
 }
 
 
@@ -132,6 +134,11 @@ UNKNOWN = {
     "dtype": ({**LOSING, "data_types": {"grad_accum_dtype": "fp64"}}, "grad_accum_dtype='fp64' is not allowed"),
     "zenflow": ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zenflow has a gradient path"),
     "value": ({"zero_optimization": {"stage": 7}}, "zero_optimization is not allowed"),
+    "dtype in a list": ({**LOSING, "data_types": {"grad_accum_dtype": ["fp32"]}}, "is not allowed: use 'fp32'"),
+    **{
+        f"no section, {name}": ({**LOSING, name: "on"}, f"{name}='on' is not allowed: DeepSpeed wants a mapping")
+        for name in ("zero_optimization", "bf16", "data_types", "optimizer")
+    },
 }
 
 
@@ -167,6 +174,11 @@ def test_a_file_that_cannot_be_read_is_status_4(
     assert str(path) in capsys.readouterr().err
 
 
+def test_a_directory_is_told_from_what_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 4
+    assert "which is no file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/accelerate").glob("zero2*.yaml")), ids=lambda path: path.stem)
 def test_files_of_accelerate_launch(path: Path) -> None:
     file = config_file.read_config_file(path)
@@ -187,6 +199,7 @@ def test_a_file_of_accelerate_launch_that_says_it_itself(tmp_path: Path) -> None
     [
         ({"deepspeed_config": {}}, "`distributed_type` must be specified"),
         ({"distributed_type": "MULTI_GPU"}, "distributed_type=DistributedType.MULTI_GPU"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": 3}, "deepspeed_config=3 in .* is not allowed"),
     ],
 )
 def test_files_of_accelerate_launch_that_are_refused(tmp_path: Path, launch: dict[str, Any], message: str) -> None:

@@ -74,6 +74,11 @@ def environment_of(config_file: Path) -> dict[str, str]:
             f"{str(config_file)!r} is a file of accelerate launch with distributed_type={loaded.distributed_type}: "
             "give one for DEEPSPEED, or a DeepSpeed config."
         )
+    if not isinstance(loaded.deepspeed_config, Mapping):
+        raise ValueError(
+            f"deepspeed_config={loaded.deepspeed_config!r} in {str(config_file)!r} is not allowed: give a mapping of "
+            "accelerate's DeepSpeed options."
+        )
     given = dict(loaded.deepspeed_config)
     environ = {
         variable: str(given[option]) for variable, (option, *_) in _VARIABLES.items() if given.get(option) is not None

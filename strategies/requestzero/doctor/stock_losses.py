@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from requestzero.deepspeed_config import RETAIN_OPTION
+from requestzero.deepspeed_config import RETAIN_OPTION, section_of
 from requestzero.overflow_config import precision_of
 
 _AUTO = "auto"
@@ -137,14 +137,15 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
     """The path that ``config`` takes. Loads DeepSpeed, whose own classes read it.
 
     Raises:
-        ValueError: a value that decides the path is ``"auto"``, is none of DeepSpeed's, or belongs to ZenFlow.
+        ValueError: a value that decides the path is ``"auto"``, is none of DeepSpeed's, or belongs to ZenFlow; or a section is
+            no mapping.
     """
     from deepspeed.runtime.config import DtypeEnum
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
     _refuse_auto(config)
-    section = {key: value for key, value in (config.get("zero_optimization") or {}).items() if value != _AUTO}
+    section = {key: value for key, value in section_of(config, "zero_optimization").items() if value != _AUTO}
     section.pop(RETAIN_OPTION, None)
     try:
         zero = DeepSpeedZeroConfig(**section)
@@ -153,10 +154,10 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
     if zero.zenflow is not None:
         raise ValueError("zero_optimization.zenflow has a gradient path of its own, of which nothing is known here.")
     precision = precision_of(config)
-    accumulation = (config.get("data_types") or {}).get("grad_accum_dtype")
-    if accumulation is not None and accumulation not in DtypeEnum._value2member_map_:
+    accumulation = section_of(config, "data_types").get("grad_accum_dtype")
+    if accumulation is not None and accumulation not in list(DtypeEnum._value2member_map_):
         raise ValueError(f"data_types.grad_accum_dtype={accumulation!r} is not allowed: use 'fp32', 'bf16' or 'fp16'.")
-    optimizer = str((config.get("optimizer") or {}).get("type", ""))
+    optimizer = str(section_of(config, "optimizer").get("type", ""))
     return StockRun(
         stage=int(zero.stage),
         offload=zero.offload_optimizer is not None and zero.offload_optimizer.device != "none",
