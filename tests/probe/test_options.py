@@ -70,6 +70,16 @@ def test_where_the_output_goes_is_looked_at_first(capsys: pytest.CaptureFixture[
     assert "is a directory: give the page's file." in text
 
 
+def test_a_folder_that_cannot_be_made_is_told_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    text = told(capsys, "--out", str(tmp_path / "file/out"), "--html", str(tmp_path / "file/page.html"))
+    assert text.count("file' is a file: give a directory") == 2
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert "is a directory that you may not write into" in told(capsys, "--out", str(tmp_path / "new/out"))
+
+
 @pytest.mark.parametrize(("package", "extra"), [("matplotlib", "probe"), ("transformers", "accelerate")])
 def test_a_missing_package_names_its_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str, extra: str

@@ -137,8 +137,8 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
     """The path that ``config`` takes. Loads DeepSpeed, whose own classes read it.
 
     Raises:
-        ValueError: a value that decides the path is ``"auto"``, is none of DeepSpeed's, or belongs to ZenFlow; or a section is
-            no mapping.
+        ValueError: a value that decides the path is ``"auto"``, is none of DeepSpeed's, or belongs to ZenFlow; or a
+            section is no mapping.
     """
     from deepspeed.runtime.config import DtypeEnum
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

@@ -183,9 +183,17 @@ def _model_problems(given: argparse.Namespace) -> list[str]:
 
 
 def _output_problems(given: argparse.Namespace) -> list[str]:
-    problems = []
-    if given.out.exists() and not given.out.is_dir():
-        problems.append(f"--out {str(given.out)!r} is a file: give a directory, which need not exist.")
+    problems = _folder_problems("--out", given.out)
     if given.html is not None and given.html.is_dir():
-        problems.append(f"--html {str(given.html)!r} is a directory: give the page's file.")
-    return problems
+        return [*problems, f"--html {str(given.html)!r} is a directory: give the page's file."]
+    return problems if given.html is None else [*problems, *_folder_problems("--html", given.html.parent)]
+
+
+def _folder_problems(option: str, folder: Path) -> list[str]:
+    """What keeps ``folder`` from being written into, or from being made where it does not exist yet."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        return [f"{option}: {str(existing)!r} is a file: give a directory, which need not exist."]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"{option}: {str(existing)!r} is a directory that you may not write into: give another one."]
+    return []
