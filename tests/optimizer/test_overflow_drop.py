@@ -125,6 +125,13 @@ def test_the_other_requests_are_applied_exactly(
     two_ranks.run(windows_with_a_bad_request, setup, bad, marked)
 
 
+@every_place
+def test_a_request_is_dropped_without_contiguous_gradients(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    """At stage 1 there are no gradient hooks then, in which a request would begin."""
+    setup = dropping(stage, offload, "fp32", "fp32", zero={"contiguous_gradients": False})
+    two_ranks.run(windows_with_a_bad_request, setup, POISONS[1], True)
+
+
 def drops_are_told(setup: Setup) -> tuple[list[str], list[str]]:
     engine = build(setup)
     with warnings_of("requestzero") as told:

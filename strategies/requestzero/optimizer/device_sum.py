@@ -149,10 +149,11 @@ class DeviceSum(WindowedOptimizer):
         """Also reduce what no hook of this backward has brought (ZeRO-1 with ``overlap_comm``).
 
         There only hooks feed the buckets, so a parameter that contributed earlier in the request and is absent from
-        its last backward would be left out.
+        its last backward would be left out. Without ``overlap_comm`` and ``contiguous_gradients`` there are no hooks,
+        so that a request's reduction begins here.
         """
+        self.setup_buckets()
         if self.overlap_comm:
-            self.setup_buckets()
             in_bucket = {param_id for bucket in self.ipg_buckets.values() for _, _, param_id in bucket.params}
             for group_idx, group in enumerate(self.bit16_groups):
                 for param in group:
