@@ -7,10 +7,11 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest.mock import patch
 
@@ -43,14 +44,25 @@ def run_ranks(options: Options, report: Callable[[str], None]) -> Result:
     with tempfile.TemporaryDirectory(prefix="probe-") as folder, patch.dict(os.environ, _environment(options)):
         try:
             context = ranks.spawn(_rank, (options, folder, theirs), nprocs=options.ranks, join=False)
-            done = False
-            while not done:
-                done = context.join(timeout=0.1)
-                _drain(ours, report, found)
+            try:
+                done = False
+                while not done:
+                    done = context.join(timeout=0.1)
+                    _drain(ours, report, found)
+            finally:
+                _end(context.processes)
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise RankFailure(str(error).strip()) from None
     machine, rows = found
     return Result(options.record(), machine, rows)
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """Those that still run, after an interrupt of this process alone, would be waited for at its end."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join()
 
 
 def _drain(pipe: Connection, report: Callable[[str], None], found: list[Any]) -> None:
