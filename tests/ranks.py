@@ -168,7 +168,8 @@ def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> No
         except EOFError:
             return
         try:
-            pipe.send((True, function(*args, **kwargs)))
+            with patch.dict(os.environ):  # Lightning, for one, takes WORLD_SIZE away when a run is over
+                pipe.send((True, function(*args, **kwargs)))
         except BaseException:
             with contextlib.suppress(OSError):  # the group has been stopped
                 pipe.send((False, traceback.format_exc()))
