@@ -4,7 +4,7 @@
 #   PYTHON  the interpreter that .venv is made from (3.10 to 3.13)
 #   ARGS    more arguments: overrides for `make demo`, options for `make probe`, pytest's for `make test`
 #           make demo ARGS="trainer.max_steps=10"      make test ARGS="tests/package -x"
-#   WORKERS how many files of tests run side by side, each with ranks of its own
+#   WORKERS how many files of tests run side by side in `make test`, each with ranks of its own
 
 PYTHON ?= python3
 ARGS ?=
@@ -29,8 +29,16 @@ doctor: $(STAMP)  ## versions, machine, and what stock DeepSpeed does to a confi
 probe: $(STAMP)  ## measure against stock DeepSpeed on this machine, into outputs/probe
 	$(RUN) requestzero.probe --html outputs/probe/probe.html $(ARGS)
 
+# What is about seconds of waiting runs alone, after the rest.
+WAITS := tests/agreement tests/test_ranks.py
+
 test: $(STAMP)  ## all tests
-	$(RUN) pytest -n $(WORKERS) --dist loadfile $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	$(RUN) pytest -n $(WORKERS) --dist loadfile $(WAITS:%=--ignore=%)
+	$(RUN) pytest $(WAITS)
+else
+	$(RUN) pytest $(ARGS)
+endif
 
 lint: $(STAMP)  ## ruff: rules and layout
 	$(RUN) ruff check .
