@@ -12,6 +12,7 @@ from ranks import RankGroup
 from windows import Fp16OnCpu, Setup, build
 
 from requestzero.probe.counters import Operators
+from requestzero.probe.models import Chain
 
 DTYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")]
 PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
@@ -22,19 +23,11 @@ INSPECTIONS = ("isfinite", "isinf", "isnan", "eq", "ne", "any", "all", "amax", "
 NORMS = ("linalg_vector_norm", "_foreach_norm", "norm")
 
 
-class Many(torch.nn.Module):
+class Many(Chain):
     checkpointing = "none"
 
     def __init__(self, tensors: int) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(tensors))
-        for param in self.parameters():
-            torch.nn.init.eye_(param)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
+        super().__init__(tensors, width=8)
 
 
 def precision(model: str, check: bool) -> dict[str, Any]:
