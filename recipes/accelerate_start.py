@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from requestzero.config.settings import PRECISIONS
 from requestzero.recipes.config_check import zero_settings
-from requestzero.settings import PRECISIONS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from requestzero import PlannedLoader
-from requestzero.packing import check_texts_stay_apart
+from requestzero.data.packing import check_texts_stay_apart
 from requestzero.recipes.collate import make_collate
 from requestzero.recipes.data import RequestData, load_requests
 from requestzero.recipes.errors import UsageError

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from requestzero.collate import PackedCollate, PaddedCollate
+from requestzero.data.collate import PackedCollate, PaddedCollate
 from requestzero.recipes.data import TokenSequence
 
 Inputs = dict[str, Any]
-"""``input_ids``, ``labels`` and what the layout adds, see :mod:`requestzero.collate`."""
+"""``input_ids``, ``labels`` and what the layout adds, see :mod:`requestzero.data.collate`."""
 
 
 @dataclass(frozen=True)

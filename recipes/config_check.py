@@ -1,7 +1,7 @@
 """What a composed configuration may not hold, found before anything is started: all of it at once.
 
 Every problem names the full key, what was given and what is allowed. The limits of single values stand in the
-schema and in :mod:`requestzero.settings`.
+schema and in :mod:`requestzero.config.settings`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from requestzero.overflow_rules import contradictions
+from requestzero.config.overflow_rules import contradictions
+from requestzero.config.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
 from requestzero.recipes.config_schema import RecipeConfig
 from requestzero.recipes.devices import choose_devices, count_gpus
-from requestzero.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
 
 
 def config_problems(cfg: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """The typed schema of the recipes' configuration: every key with its type, default, meaning and limits.
 
-The keys of ``zero`` and ``overflow`` are those of :mod:`requestzero.settings`, which owns them. The
+The keys of ``zero`` and ``overflow`` are those of :mod:`requestzero.config.settings`, which owns them. The
 YAML files in ``requestzero.configs`` are small deltas on this schema.
 """
 
@@ -10,8 +10,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+from requestzero.config.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
 from requestzero.planning.budget import LAYOUTS
-from requestzero.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
 
 
 def option(default: Any, **limits: Any) -> Any:

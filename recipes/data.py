@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from requestzero.labels import IGNORED_LABEL
+from requestzero.data.labels import IGNORED_LABEL
 from requestzero.recipes.errors import BadLineError, UsageError
 from requestzero.recipes.tokenizer import TextTokenizer, Tokens
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from requestzero.overflow_config import overflow_of
-from requestzero.overflow_rules import contradictions
-from requestzero.settings import PRECISIONS
+from requestzero.config.overflow_config import overflow_of
+from requestzero.config.overflow_rules import contradictions
+from requestzero.config.settings import PRECISIONS
 
 RESOLVER = "launched"
 SHOWN = {"stage", "offload_optimizer", "retain_gpu_grad_partition_until_step", "grad_accum_dtype"}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from requestzero.labels import IGNORED_LABEL
+from requestzero.data.labels import IGNORED_LABEL
 
 
 class ByteDecoder(nn.Module):

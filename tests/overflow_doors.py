@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from windows import Fp16OnCpu, Setup, build
 
 from requestzero import OverflowSettings, RequestZeROPlugin
-from requestzero.overflow_rules import LOSS_SCALE_KEYS
+from requestzero.config.overflow_rules import LOSS_SCALE_KEYS
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-true", "fp16": "16-true"}
 MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -102,7 +102,7 @@ def accelerate_file(options: dict[str, Any], precision: str) -> Any:
 def transformers_trainer(options: dict[str, Any], precision: str) -> Any:
     from transformers import Trainer
 
-    from requestzero.accelerate import RequestZeROTrainingArguments
+    from requestzero.transformers import RequestZeROTrainingArguments
 
     class Rows(torch.utils.data.Dataset):
         def __len__(self) -> int:

@@ -132,9 +132,9 @@ _PRELOADED = [
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "requestzero.accelerate.accelerator",
-    "requestzero.initialization",
+    "requestzero.zero.initialization",
     "requestzero.lightning.strategy",
-    "requestzero.optimizer.engine",
+    "requestzero.zero.engine",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
@@ -190,7 +190,7 @@ def _join(rank: int, world_size: int, rendezvous: str) -> None:
     deepspeed.utils.logger.setLevel("ERROR")
     if cuda:
         torch.cuda.set_device(rank)
-    from requestzero.communication import without_inference_operator
+    from requestzero.zero.process_group import without_inference_operator
 
     with without_inference_operator():
         deepspeed.init_distributed(

@@ -12,8 +12,8 @@ from overflow_doors import DOORS, Effective, refusal, through
 from ranks import RankGroup
 from windows import Setup
 
-from requestzero.overflow_rules import contradictions
-from requestzero.settings import OverflowSettings
+from requestzero.config.overflow_rules import contradictions
+from requestzero.config.settings import OverflowSettings
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": (

@@ -11,8 +11,8 @@ import torch
 from ranks import RankGroup
 
 from requestzero import MicroBatch, RequestLoader
-from requestzero.labels import count_trained, mask_labels
-from requestzero.request_split import count_micro_batches, split_request
+from requestzero.data.labels import count_trained, mask_labels
+from requestzero.data.request_split import count_micro_batches, split_request
 
 LENGTHS = [1, 5, 2, 9, 3, 4, 1]
 REQUESTS = [[(request, item) for item in range(length)] for request, length in enumerate(LENGTHS)]

@@ -174,7 +174,7 @@ def overridden() -> dict[str, Any]:
 
 def _our_classes() -> list[type]:
     modules = []
-    for package in ("requestzero.optimizer", "requestzero.lightning", "requestzero.accelerate"):
+    for package in ("requestzero.zero", "requestzero.lightning", "requestzero.accelerate", "requestzero.transformers"):
         folder = Path(str(importlib.import_module(package).__file__)).parent
         modules += [f"{package}.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"]
     return [

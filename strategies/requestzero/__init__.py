@@ -2,34 +2,46 @@
 
 Importing this package loads neither torch nor DeepSpeed and changes nothing global; every public name is
 loaded on first use.
+
+Packages, each of which imports only from those before it:
+
+- ``config``: options, their owner, and everything that reads, merges and checks a configuration.
+- ``data``, ``planning``: micro-batches, loaders, collation; how texts are dealt out to micro-batches and ranks.
+- ``environment``: installed versions and the machine.
+- ``rank_check``: agreement of the data-parallel ranks on what comes next.
+- ``zero``: the ZeRO optimizer and its engine.
+- ``lightning``, ``accelerate``, ``transformers``: the front ends.
+- ``doctor``, ``probe``: command-line tools; ``recipes``, ``configs``: runnable training jobs and their YAML.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from requestzero.versions import __version__
+from requestzero._version import __version__
 
 if TYPE_CHECKING:
-    from requestzero.agreement.errors import RankDisagreement
-    from requestzero.errors import GradientOverflowError
-    from requestzero.initialization import initialize
+    from requestzero.accelerate.plugin import RequestZeROPlugin
+    from requestzero.config.settings import OverflowSettings
+    from requestzero.data.micro_batch import MicroBatch
+    from requestzero.data.planned_loader import PlannedLoader
+    from requestzero.data.request_loader import RequestLoader
+    from requestzero.errors import GradientOverflowError, RankDisagreement, RankDisagreementError
     from requestzero.lightning.strategy import RequestZeRO
-    from requestzero.micro_batch import MicroBatch
-    from requestzero.planned_loader import PlannedLoader
-    from requestzero.request_loader import RequestLoader
-    from requestzero.settings import OverflowSettings
+    from requestzero.zero.initialization import initialize
 
 # Public name -> the module that defines it.
 _LAZY = {
-    "initialize": "requestzero.initialization",
+    "initialize": "requestzero.zero.initialization",
     "GradientOverflowError": "requestzero.errors",
-    "MicroBatch": "requestzero.micro_batch",
-    "OverflowSettings": "requestzero.settings",
-    "PlannedLoader": "requestzero.planned_loader",
-    "RankDisagreement": "requestzero.agreement.errors",
-    "RequestLoader": "requestzero.request_loader",
+    "MicroBatch": "requestzero.data.micro_batch",
+    "OverflowSettings": "requestzero.config.settings",
+    "PlannedLoader": "requestzero.data.planned_loader",
+    "RankDisagreement": "requestzero.errors",
+    "RankDisagreementError": "requestzero.errors",
+    "RequestLoader": "requestzero.data.request_loader",
     "RequestZeRO": "requestzero.lightning",
     "RequestZeROPlugin": "requestzero.accelerate",
 }
@@ -40,12 +52,16 @@ __all__ = [
     "OverflowSettings",
     "PlannedLoader",
     "RankDisagreement",
+    "RankDisagreementError",
     "RequestLoader",
     "RequestZeRO",
     "RequestZeROPlugin",
     "__version__",
     "initialize",
 ]
+
+# Modules that have moved are found under their former names for one release: former_names/<name>.py.
+__path__ = [*__path__, str(Path(__file__).with_name("former_names"))]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 
 class GradientOverflowError(RuntimeError):
-    """A window's gradient is not finite, and ``overflow`` says that the run ends (raised on all ranks, same text).
+    """The gradient of an update window is not finite, and ``overflow`` says that the run ends.
 
-    Weights and optimizer state are as before the window, the window is gone, and the update counts as attempted and
-    skipped: a caller may catch it and go on.
+    Raised on all ranks with the same text. Weights and optimizer state are those before the window, the window is
+    discarded, and the update counts as attempted and skipped: a caller may catch the error and go on.
     """
+
+
+class RankDisagreementError(RuntimeError):
+    """The data-parallel ranks are about to do different things.
+
+    Raised on all ranks with the same text. The engine cannot be used any more: some of its collectives may be pending
+    on some ranks only.
+    """
+
+
+RankDisagreement = RankDisagreementError
+"""Former name of :class:`RankDisagreementError`."""

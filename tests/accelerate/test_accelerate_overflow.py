@@ -195,7 +195,7 @@ def with_trainer(overflow: dict[str, Any], how: str, directory: str, resume: str
     from transformers import Trainer, TrainingArguments
 
     from requestzero import RequestZeROPlugin
-    from requestzero.accelerate import RequestZeROTrainingArguments
+    from requestzero.transformers import RequestZeROTrainingArguments
 
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -340,7 +340,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("requestzero.versions.metadata.version", lambda name: "0.17.0")
+    monkeypatch.setattr("requestzero.environment.versions.metadata.version", lambda name: "0.17.0")
     with pytest.raises(ImportError, match=r"supports DeepSpeed ==0.19.8, but 0.17.0 is installed"):
         RequestZeROPlugin()
 

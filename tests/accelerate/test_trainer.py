@@ -84,7 +84,7 @@ def train(
     from transformers import Trainer, TrainingArguments
 
     from requestzero import RequestZeROPlugin
-    from requestzero.accelerate import RequestZeROTrainingArguments
+    from requestzero.transformers import RequestZeROTrainingArguments
 
     with fresh(**environment or {}):
         arguments: dict[str, Any] = {
@@ -198,7 +198,7 @@ def searched() -> list[str]:
     """A hyperparameter search builds a stock plugin anew and puts it into the arguments."""
     from accelerate.utils import DeepSpeedPlugin
 
-    from requestzero.accelerate import RequestZeROTrainingArguments
+    from requestzero.transformers import RequestZeROTrainingArguments
 
     with fresh():
         args = RequestZeROTrainingArguments(output_dir=tempfile.mkdtemp(), deepspeed=OFFLOAD, report_to=[])

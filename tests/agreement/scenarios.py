@@ -34,7 +34,7 @@ def rank() -> int:
 
 def outcome(scenario: Callable[..., None], *args: Any, setup: Setup | None = None, look_every: float = 0.2) -> Outcome:
     """Of ``scenario(engine, *args)``; ranks look at each other every ``look_every`` seconds (else every second)."""
-    from requestzero.agreement import watch
+    from requestzero.rank_check import watch
 
     watch._LOOK_EVERY = timedelta(seconds=look_every)
     engine = build(Setup() if setup is None else setup)
@@ -146,7 +146,7 @@ def all_fail(engine: Any) -> None:
 
 def others_do_not_hear(engine: Any) -> None:
     """Rank 0 computes while rank 1 fails and gives up; it learns of it when it comes to a collective."""
-    from requestzero.agreement import agreement, watch
+    from requestzero.rank_check import agreement, watch
 
     agreement._LAST_WORDS = 0.5
     watch._FAREWELL = 4.0

@@ -48,7 +48,7 @@ class Marked:
 
 def train(rows: Rows, marked: bool) -> str:
     """Two epochs over a loader that Accelerate has prepared, or over one of micro-batches; the error on this rank."""
-    from requestzero.agreement import watch
+    from requestzero.rank_check import watch
 
     watch._LOOK_EVERY = timedelta(seconds=0.2)
     with fresh():
@@ -87,7 +87,7 @@ def test_one_rank_alone(two_fresh_ranks: RankGroup, raises: bool, marked: bool) 
     early = "rank 1: steps after micro-batch 1 of request 1" if marked else "rank 1: has no more data"
     message = "rank 1: failed .*OSError: the disk is gone" if raises else early
     assert results[0] == results[1]
-    assert results[0].startswith("RankDisagreement: "), results
+    assert results[0].startswith("RankDisagreementError: "), results
     assert re.search(message, results[0]), results
 
 

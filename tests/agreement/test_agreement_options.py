@@ -12,8 +12,8 @@ from windows import Setup, build
 
 from requestzero import RequestZeRO, RequestZeROPlugin
 from requestzero.accelerate.plan import make_plan
-from requestzero.engine_options import take_engine_options
-from requestzero.settings import RequestZeROSettings
+from requestzero.config.engine_options import take_engine_options
+from requestzero.config.settings import RequestZeROSettings
 
 CHOSEN = {"rank_agreement": False, "rank_dependent_parameters": True}
 

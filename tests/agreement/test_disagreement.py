@@ -24,8 +24,8 @@ def two_fresh_ranks() -> Iterator[RankGroup]:
 
 
 def assert_all_raise(outcomes: list[Outcome], *lines: str, seconds: float = 5.0) -> None:
-    """The same RankDisagreement on all ranks, with these lines (patterns), in time, and again when used once more."""
-    assert {each.error for each in outcomes} == {"RankDisagreement"}, outcomes
+    """The same RankDisagreementError on all ranks, with these lines (patterns), in time, and again on further use."""
+    assert {each.error for each in outcomes} == {"RankDisagreementError"}, outcomes
     assert len({each.text for each in outcomes}) == 1, outcomes
     for line in lines:
         assert re.search(line, outcomes[0].text), outcomes[0].text
@@ -114,12 +114,12 @@ def test_parameters_of_some_ranks_only(
 def test_a_rank_that_is_gone(two_fresh_ranks: RankGroup) -> None:
     survivor, gone = two_fresh_ranks.run(outcome, scenarios.one_destroys)
     assert gone.error == "SystemError"
-    assert survivor.error == "RankDisagreement"
+    assert survivor.error == "RankDisagreementError"
     assert "rank 1: has destroyed its engine" in survivor.text
 
 
 def test_a_rank_that_dies(two_fresh_ranks: RankGroup) -> None:
-    with pytest.raises(RankError, match=r"RankDisagreement: The connection to a data-parallel rank was lost \("):
+    with pytest.raises(RankError, match=r"RankDisagreementError: The connection to a data-parallel rank was lost \("):
         two_fresh_ranks.run(scenarios.one_dies, timeout=30.0)
 
 

@@ -56,7 +56,7 @@ class LateStream(Stream):
 
 def fit(model: type[Model], run: Run, stream: type[Stream] = Stream, shorter: int = 0) -> tuple[str, float, int]:
     """The error of a fit on this rank, its seconds, and the updates; rank 1 has ``shorter`` batches fewer."""
-    from requestzero.agreement import watch
+    from requestzero.rank_check import watch
 
     watch._LOOK_EVERY = timedelta(seconds=0.2)
     run = dataclasses.replace(run, schedule=False, batches=run.batches - shorter * rank())
@@ -96,7 +96,7 @@ def test_one_rank_alone(
 ) -> None:
     results = two_fresh_ranks.run(fit, model, run, stream, shorter, timeout=60.0)
     assert len({error for error, _, _ in results}) == 1, results
-    assert results[0][0].startswith("RankDisagreement: "), results
+    assert results[0][0].startswith("RankDisagreementError: "), results
     assert re.search(message, results[0][0]), results
     assert max(seconds for _, seconds, _ in results) < 10
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from requestzero.agreement.schedule import Schedule
-from requestzero.agreement.statement import NUMBERS, Account, Kind, Statement, compose
+from requestzero.rank_check.schedule import Schedule
+from requestzero.rank_check.statement import NUMBERS, Account, Kind, Statement, compose
 
 
 def test_numbers_differ_where_statements_do_and_not_where_only_the_text_does() -> None:
@@ -80,7 +80,7 @@ def test_only_a_new_order_has_to_be_agreed_on() -> None:
 
 
 def test_waiting_for_a_device_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    from requestzero.agreement import device
+    from requestzero.rank_check import device
 
     event = SimpleNamespace(record=lambda stream: None, query=lambda: False)
     accelerator = SimpleNamespace(Event=lambda: event, current_stream=lambda: None)

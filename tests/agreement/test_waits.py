@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from requestzero.agreement import agreement
-from requestzero.agreement.errors import RankDisagreement
-from requestzero.agreement.statement import Account
-from requestzero.agreement.watch import Watch
-from requestzero.optimizer.bucket_sum import BucketSum
+from requestzero.errors import RankDisagreementError
+from requestzero.rank_check import agreement
+from requestzero.rank_check.statement import Account
+from requestzero.rank_check.watch import Watch
+from requestzero.zero.bucket_sum import BucketSum
 
 
 class Work:
@@ -51,7 +51,9 @@ def test_what_ends_just_after_a_look_has_not_failed() -> None:
     work = Work()
     assert watch().wait(work, nothing)
     assert len(work.waits) == 2
-    with pytest.raises(RankDisagreement, match=r"connection to a data-parallel rank was lost \(Connection reset\)"):
+    with pytest.raises(
+        RankDisagreementError, match=r"connection to a data-parallel rank was lost \(Connection reset\)"
+    ):
         watch().wait(Work(failed=True), nothing)
 
 

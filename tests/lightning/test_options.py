@@ -18,9 +18,9 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from omegaconf import OmegaConf
 
 from requestzero import OverflowSettings
+from requestzero.config.settings import RequestZeROSettings
 from requestzero.lightning import RequestZeRO
 from requestzero.lightning.options import DEFAULTS, LOSS_SCALE_OPTIONS, NOT_APPLICABLE, OWN_OPTIONS
-from requestzero.settings import RequestZeROSettings
 
 
 def trainer(strategy: RequestZeRO, **options: Any) -> Trainer:
@@ -553,6 +553,6 @@ def test_foreign_precision_plugin() -> None:
 
 
 def test_unsupported_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("requestzero.versions.metadata.version", lambda name: "0.17.0")
+    monkeypatch.setattr("requestzero.environment.versions.metadata.version", lambda name: "0.17.0")
     with pytest.raises(ImportError, match=r"supports DeepSpeed ==0\.19\.8, but 0\.17\.0 is installed\. Run: pip"):
         RequestZeRO()

@@ -10,7 +10,7 @@ def joined() -> tuple[bool, bool, bool]:
     import deepspeed
     import deepspeed.comm as dist
 
-    from requestzero.communication import without_inference_operator
+    from requestzero.zero.process_group import without_inference_operator
 
     operators = deepspeed.ops.__compatible_ops__
     before = dict(operators)

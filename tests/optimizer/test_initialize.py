@@ -15,10 +15,10 @@ from ranks import RankGroup
 from windows import Layers, Setup
 
 import requestzero
-from requestzero.deepspeed_config import load_config, merge_configs, settings_to_config
-from requestzero.optimizer.swap import replaced
-from requestzero.overflow_config import overflow_to_config
-from requestzero.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.deepspeed_config import load_config, merge_configs, settings_to_config
+from requestzero.config.overflow_config import overflow_to_config
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.zero.patch import replaced
 
 
 def built_from(source: str, folder: str) -> tuple[bool, int, dict[str, Any]]:

@@ -16,8 +16,8 @@ from ranks import RankGroup
 from windows import LR, Fp16OnCpu, Micro, OneWeight, Setup, backward, build, masters, reference
 
 import requestzero
-from requestzero.optimizer.skips import name_requests
 from requestzero.probe.counters import Operators
+from requestzero.zero.skips import name_requests
 
 ALL = (True,) * 5
 FIRST_FOUR = (True, True, True, True, False)
@@ -202,7 +202,7 @@ def test_a_sum_that_overflows_is_told_as_such(two_ranks: RankGroup, stage: int) 
 
 def test_the_origin_in_words() -> None:
     """The earliest request on any rank, and every rank where it was not finite; long lists are cut."""
-    from requestzero.optimizer.overflow_origin import LocalOrigin, describe_origin
+    from requestzero.zero.overflow_origin import LocalOrigin, describe_origin
 
     names = tuple(f"layers.{i}.weight" for i in range(10))
     fine = LocalOrigin(("a", None), None, (), None, ())

@@ -50,7 +50,7 @@ class HostTraffic(TorchDispatchMode):
 
 def free_memory(values: Iterable[int]) -> Any:
     """Let the device's free memory be the next of ``values`` whenever a rank asks."""
-    from requestzero.optimizer import free_memory
+    from requestzero.zero import free_memory
 
     answers = iter(values)
     return patch.object(free_memory, "free_device_memory", lambda: next(answers))
@@ -165,7 +165,7 @@ class Memory:
 
 
 def test_what_counts_as_free() -> None:
-    from requestzero.optimizer import free_memory
+    from requestzero.zero import free_memory
 
     def on_device(free: int) -> Any:
         return patch.object(free_memory, "get_accelerator", lambda: Memory(free))

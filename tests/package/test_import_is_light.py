@@ -66,7 +66,13 @@ def import_effects(module: str, before: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "module",
-    ["requestzero", "requestzero.versions", "requestzero.settings", "requestzero.micro_batch", "requestzero.doctor"],
+    [
+        "requestzero",
+        "requestzero.environment.versions",
+        "requestzero.config.settings",
+        "requestzero.data.micro_batch",
+        "requestzero.doctor",
+    ],
 )
 def test_light_modules_load_nothing_heavy_and_change_nothing(module: str) -> None:
     effects = import_effects(module)

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from requestzero import machine
+from requestzero.environment import machine
 
 
 def test_the_machine_is_described() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from requestzero.overflow_rules import LOSS_SCALE_KEYS, contradictions
-from requestzero.settings import OverflowSettings
+from requestzero.config.overflow_rules import LOSS_SCALE_KEYS, contradictions
+from requestzero.config.settings import OverflowSettings
 
 # Options, precision, and what the one problem says.
 DISAGREEING: list[tuple[dict[str, Any], str | None, str]] = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from requestzero.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 
 STAGES = r"use one of 1, 2\."
 BOOLS = r"use true or false\."

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import requestzero
-from requestzero.versions import SUPPORTED_DEEPSPEED, __version__, require_supported_deepspeed
+from requestzero.environment.versions import SUPPORTED_DEEPSPEED, __version__, require_supported_deepspeed
 
 ROOT = Path(__file__).parents[2]
 PIP_LINE = r'pip install "deepspeed==0\.19\.8"'

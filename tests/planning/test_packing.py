@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
-from requestzero.collate import PackedCollate, PaddedCollate
-from requestzero.labels import count_trained
-from requestzero.packing import check_texts_stay_apart
+from requestzero.data.collate import PackedCollate, PaddedCollate
+from requestzero.data.labels import count_trained
+from requestzero.data.packing import check_texts_stay_apart
 from requestzero.recipes.model import ByteDecoder
 
 TEXTS = [

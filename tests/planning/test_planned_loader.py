@@ -11,7 +11,7 @@ import torch
 from ranks import RankGroup
 
 from requestzero import MicroBatch, PlannedLoader, RequestLoader
-from requestzero.collate import PackedCollate, PaddedCollate
+from requestzero.data.collate import PackedCollate, PaddedCollate
 
 RNG = random.Random(0)
 REQUESTS: list[list[list[int]]] = []

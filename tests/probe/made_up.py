@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from requestzero.machine import Machine
+from requestzero.environment.machine import Machine
 from requestzero.probe.columns import COLUMNS
 from requestzero.probe.grid import Configuration, Engine
 from requestzero.probe.models import Shape

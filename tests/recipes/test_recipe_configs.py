@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.recipes import build
 from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
 from requestzero.recipes.config_check import config_problems, zero_settings
@@ -23,7 +24,6 @@ from requestzero.recipes.lightning_run import make_trainer
 from requestzero.recipes.model import load_hugging_face
 from requestzero.recipes.override_check import command_problems, without_hydra
 from requestzero.recipes.update_metrics import UpdateMetrics
-from requestzero.settings import OverflowSettings, RequestZeROSettings
 
 COMMAND = "# python -m requestzero.recipes.lightning_sft"
 CONFIGS = Path(str(files("requestzero.configs")))

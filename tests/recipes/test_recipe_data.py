@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from requestzero.labels import IGNORED_LABEL
+from requestzero.data.labels import IGNORED_LABEL
 from requestzero.recipes.collate import make_collate
 from requestzero.recipes.data import (
     RequestData,

@@ -5,21 +5,24 @@ Importing this package changes nothing; the first :class:`RequestZeROPlugin` tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import warnings
+from importlib import import_module
+from typing import Any
 
 from requestzero.accelerate.plugin import RequestZeROPlugin
 from requestzero.accelerate.requests import MicroBatches, Requests
 
-if TYPE_CHECKING:
-    from requestzero.accelerate.training_arguments import RequestZeROTrainingArguments
+__all__ = ["MicroBatches", "RequestZeROPlugin", "Requests"]
 
-__all__ = ["MicroBatches", "RequestZeROPlugin", "RequestZeROTrainingArguments", "Requests"]
+_TRAINING_ARGUMENTS = "RequestZeROTrainingArguments"
 
 
 def __getattr__(name: str) -> Any:
-    """Transformers' Trainer takes seconds to import, and only its users need it."""
-    if name != "RequestZeROTrainingArguments":
+    """Former place of ``RequestZeROTrainingArguments``, for one release."""
+    if name != _TRAINING_ARGUMENTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from requestzero.accelerate.training_arguments import RequestZeROTrainingArguments
-
-    return RequestZeROTrainingArguments
+    current = "requestzero.transformers"
+    warnings.warn(
+        f"{name} has moved: import it from {current} instead of {__name__}.", DeprecationWarning, stacklevel=2
+    )
+    return getattr(import_module(current), name)

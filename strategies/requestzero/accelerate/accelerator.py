@@ -25,8 +25,8 @@ from requestzero.accelerate.passes import share_passes
 from requestzero.accelerate.plugin import RequestZeROPlugin
 from requestzero.accelerate.process_group import process_group
 from requestzero.accelerate.requests import MicroBatches
-from requestzero.communication import without_inference_operator
-from requestzero.micro_batch_loader import MicroBatchLoader
+from requestzero.data.micro_batch_loader import MicroBatchLoader
+from requestzero.zero.process_group import without_inference_operator
 
 _INSTALLED = "_requestzero_installed"
 
@@ -114,8 +114,8 @@ class RequestZeROAccelerator(Accelerator):
     def _prepare_with_our_engine(self, plugin: RequestZeROPlugin, args: tuple[Any, ...]) -> tuple[Any, ...]:
         import deepspeed
 
-        from requestzero.optimizer.engine import RequestZeROEngine
-        from requestzero.optimizer.swap import replaced
+        from requestzero.zero.engine import RequestZeROEngine
+        from requestzero.zero.patch import replaced
 
         steps = self.gradient_state.num_steps
         config = plugin.deepspeed_config

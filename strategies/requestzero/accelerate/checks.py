@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import DummyOptim, InitProcessGroupKwargs
 
 from requestzero.accelerate.sources import look_up, places_of
-from requestzero.deepspeed_config import check_supported
+from requestzero.config.deepspeed_config import check_supported
 
 if TYPE_CHECKING:
     from requestzero.accelerate.accelerator import RequestZeROAccelerator

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from requestzero.optimizer.engine import RequestZeROEngine
+from requestzero.zero.engine import RequestZeROEngine
 
 
 class Clipping:

@@ -12,9 +12,9 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from typing_extensions import override
 
 from requestzero.accelerate.clipping import Clipping, pending_norm
-from requestzero.logged_metrics import logged_metrics
-from requestzero.optimizer.engine import RequestZeROEngine
-from requestzero.optimizer.window import UpdateWindow
+from requestzero.zero.engine import RequestZeROEngine
+from requestzero.zero.metrics import logged_metrics
+from requestzero.zero.window import UpdateWindow
 
 DROP_AFTER_DIVISION = (
     "overflow.on_overflow='drop_request' is not possible where the losses are divided before the backward, as "
@@ -199,7 +199,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self._tally = WindowTally(self.engine.update_window)
 
     def metrics(self) -> dict[str, float]:
-        """See :func:`~requestzero.logged_metrics.logged_metrics`; waits for the device if a norm is on it still."""
+        """See :func:`~requestzero.zero.metrics.logged_metrics`; waits for the device if a norm is on it still."""
         return {name: float(value) for name, value in logged_metrics(self.engine).items()}
 
     def take_metrics(self) -> dict[str, float]:

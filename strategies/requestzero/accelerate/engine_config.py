@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from requestzero.accelerate.sources import AUTO
-from requestzero.deepspeed_config import OWN_SECTION, RETAIN_OPTION, Config
-from requestzero.overflow_config import OVERFLOW_SECTION
+from requestzero.config.deepspeed_config import OWN_SECTION, RETAIN_OPTION, Config
+from requestzero.config.overflow_config import OVERFLOW_SECTION
 
 MICRO, GLOBAL = "train_micro_batch_size_per_gpu", "train_batch_size"
 _TOP_LEVEL = (MICRO, GLOBAL, "gradient_accumulation_steps", "gradient_clipping")

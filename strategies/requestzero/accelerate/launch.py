@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from requestzero.accelerate.sources import AUTO, Source, put
-from requestzero.deepspeed_config import Config, load_config
-from requestzero.settings import RequestZeROSettings
+from requestzero.config.deepspeed_config import Config, load_config
+from requestzero.config.settings import RequestZeROSettings
 
 NONE = "none"
 PACKAGE_PREFIX = "pkg://"

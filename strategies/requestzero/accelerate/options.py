@@ -12,10 +12,10 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from requestzero.accelerate.launch import NONE, load_named
 from requestzero.accelerate.sources import Source, merge_sources, put
-from requestzero.deepspeed_config import OWN_SECTION, OWN_SECTION_OPTIONS, RETAIN_OPTION, Config, load_config
-from requestzero.nearest import nearest
-from requestzero.overflow_config import overflow_places
-from requestzero.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.deepspeed_config import OWN_SECTION, OWN_SECTION_OPTIONS, RETAIN_OPTION, Config, load_config
+from requestzero.config.nearest import nearest
+from requestzero.config.overflow_config import overflow_places
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 
 ARGUMENTS = "the arguments of RequestZeROPlugin"
 OPTIONS = "the options of RequestZeROPlugin"
@@ -80,7 +80,7 @@ def argument_source(arguments: Mapping[str, Any]) -> Source:
 
 
 def option_source(options: Config) -> Source:
-    """The DeepSpeed keys of ``options``, which are by the names of :mod:`requestzero.settings`.
+    """The DeepSpeed keys of ``options``, which are by the names of :mod:`requestzero.config.settings`.
 
     Raises:
         ValueError: an unknown option, or a value that is not allowed.

@@ -17,10 +17,10 @@ from requestzero.accelerate.options import (
     own_options,
 )
 from requestzero.accelerate.sources import AUTO, Source, look_up, merge_sources, put
-from requestzero.deepspeed_config import RETAIN_OPTION, Config, check_supported, load_config, take_own_section
-from requestzero.deepspeed_keys import check_top_level_keys, check_zero_section, wants_offload
-from requestzero.overflow_config import overflow_of
-from requestzero.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.deepspeed_config import RETAIN_OPTION, Config, check_supported, load_config, take_own_section
+from requestzero.config.deepspeed_keys import check_top_level_keys, check_zero_section, wants_offload
+from requestzero.config.overflow_config import overflow_of
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 
 # What Accelerate writes into every config by itself; it says nothing at stages 1 and 2.
 _INERT_KEYS: dict[str, tuple[Any, ...]] = {

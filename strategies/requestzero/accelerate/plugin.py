@@ -17,10 +17,10 @@ from requestzero.accelerate.launch import launched_precision, precision_config
 from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
 from requestzero.accelerate.sources import AUTO, look_up, places_of
-from requestzero.engine_options import EngineOptions, take_engine_options
-from requestzero.overflow_config import merged_overflow, overflow_to_config, precision_of
-from requestzero.settings import OverflowSettings, RequestZeROSettings
-from requestzero.versions import require_supported_deepspeed
+from requestzero.config.engine_options import EngineOptions, take_engine_options
+from requestzero.config.overflow_config import merged_overflow, overflow_to_config, precision_of
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.environment.versions import require_supported_deepspeed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -51,16 +51,16 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         zero_stage: 1 or 2 (the default).
         is_train_batch_min: As in ``DeepSpeedPlugin``.
         offload_optimizer_device: ``"none"`` or ``"cpu"``.
-        retain_gpu_grad_partition_until_step: See :class:`~requestzero.settings.RequestZeROSettings`, as for the
+        retain_gpu_grad_partition_until_step: See :class:`~requestzero.config.settings.RequestZeROSettings`, as for the
             following ones.
         grad_accum_dtype: dtype of the window's running sum.
         normalization: What the window's sum is divided by: ``"mean"``, ``"sum"`` or ``"token"``.
-        overflow: :class:`~requestzero.settings.OverflowSettings` or a mapping of its fields.
+        overflow: :class:`~requestzero.config.settings.OverflowSettings` or a mapping of its fields.
         log_metrics: Whether ``accelerator.log`` adds :meth:`metrics`.
         rank_agreement: Whether the ranks agree on every request.
         rank_dependent_parameters: Whether parameters may take part on some ranks only.
         options: A YAML or JSON file, a dict or an OmegaConf object with options by their names in
-            :class:`~requestzero.settings.RequestZeROSettings`.
+            :class:`~requestzero.config.settings.RequestZeROSettings`.
 
     The other arguments of ``DeepSpeedPlugin`` belong to stage 3 or MS-AMP and are refused.
 
@@ -137,7 +137,7 @@ class RequestZeROPlugin(DeepSpeedPlugin):
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """What ``accelerator.log`` adds by itself: ``overflow/...`` and the last update's ``grad_norm``.
 
-        For trackers of another kind, see :func:`~requestzero.logged_metrics.logged_metrics`.
+        For trackers of another kind, see :func:`~requestzero.zero.metrics.logged_metrics`.
 
         Raises:
             RuntimeError: ``accelerator`` has not prepared a model with such a plugin.

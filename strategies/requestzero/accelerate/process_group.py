@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, patch_environment
 
-from requestzero.communication import without_inference_operator
+from requestzero.zero.process_group import without_inference_operator
 
 
 def join_ranks() -> None:

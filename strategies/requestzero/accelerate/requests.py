@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.utils import send_to_device
 
-from requestzero.window_marks import WindowMarks
+from requestzero.data.boundaries import WindowMarks
 
 if TYPE_CHECKING:
     from requestzero.accelerate.engine import RequestZeROEngineWrapper
-    from requestzero.optimizer.window import UpdateWindow
+    from requestzero.zero.window import UpdateWindow
 
 
 class Requests:
@@ -54,7 +54,8 @@ class Requests:
 
         Raises:
             RuntimeError: within another request, or before ``prepare``.
-            RankDisagreement: another rank does something else, or an exception has left the block on some rank only.
+            RankDisagreementError: another rank does something else, or an exception has left the block on some rank
+                only.
         """
         wrapper = engine_wrapper(self._accelerator)
         with wrapper.marking(), wrapper.engine.failing_together():
@@ -109,7 +110,7 @@ class MicroBatches:
 
         Raises:
             RuntimeError: a window is open, another pass goes on, or the loader itself is registered for checkpointing.
-            RankDisagreement: another rank has more batches or fewer, or its loader has raised.
+            RankDisagreementError: another rank has more batches or fewer, or its loader has raised.
             ValueError: the loader's marks contradict each other or ``requests_per_window``.
         """
         wrapper = engine_wrapper(self.accelerator)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from requestzero.deepspeed_config import RETAIN_OPTION, Config
+from requestzero.config.deepspeed_config import RETAIN_OPTION, Config
 
 AUTO = "auto"
 """The value by which a config leaves a key to others; of ``RETAIN_OPTION`` it is a value like others."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from requestzero.deepspeed_config import Config, check_supported, load_config
-from requestzero.deepspeed_keys import check_top_level_keys, check_values, check_zero_section
-from requestzero.engine_options import take_engine_options
-from requestzero.settings import RequestZeROSettings
+from requestzero.config.deepspeed_config import Config, check_supported, load_config
+from requestzero.config.deepspeed_keys import check_top_level_keys, check_values, check_zero_section
+from requestzero.config.engine_options import take_engine_options
+from requestzero.config.settings import RequestZeROSettings
 
 # Keys that only accelerate's files have.
 _ACCELERATE_KEYS = {"compute_environment", "deepspeed_config", "distributed_type"}

@@ -11,8 +11,8 @@ from requestzero.doctor.config_file import read_config_file
 from requestzero.doctor.cpu_adam import CpuAdam, check_cpu_adam
 from requestzero.doctor.requirements import Finding, check_versions
 from requestzero.doctor.stock_losses import Loss, stock_run
-from requestzero.machine import Machine, describe_machine
-from requestzero.versions import require_supported_deepspeed
+from requestzero.environment.machine import Machine, describe_machine
+from requestzero.environment.versions import require_supported_deepspeed
 
 
 class Status(IntEnum):

@@ -8,7 +8,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from requestzero.machine import installed_versions
+from requestzero.environment.machine import installed_versions
 
 DISTRIBUTION = "requestzero"
 PYTHON = "Python"
@@ -30,12 +30,12 @@ class Finding:
     def ok(self) -> bool:
         if self.installed is None:
             return self.optional
-        # By public version, as ``requestzero.versions`` does: a local build tag does not change the source.
+        # By public version, as ``requestzero.environment.versions`` does: a local build tag does not change the source.
         return SpecifierSet(self.supported).contains(self.installed.split("+")[0], prereleases=True)
 
 
 def check_versions() -> list[Finding]:
-    """Python and every package of :data:`requestzero.machine.PACKAGES`, without an import of any of them.
+    """Python and every package of :data:`requestzero.environment.machine.PACKAGES`, without an import of any of them.
 
     Raises:
         ImportError: requestzero is not installed, as in a checkout on ``PYTHONPATH``: it has no metadata then.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from requestzero.deepspeed_config import RETAIN_OPTION, section_of
-from requestzero.overflow_config import precision_of
+from requestzero.config.deepspeed_config import RETAIN_OPTION, section_of
+from requestzero.config.overflow_config import precision_of
 
 _AUTO = "auto"
 _DECIDING = (

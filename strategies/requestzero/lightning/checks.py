@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import LBFGS, Optimizer
 
-from requestzero.deepspeed_config import Config
+from requestzero.config.deepspeed_config import Config
+from requestzero.config.settings import PRECISIONS
 from requestzero.lightning.deepspeed_device import supports_fp16
-from requestzero.settings import PRECISIONS
 
 
 def check_device(device: torch.device) -> None:

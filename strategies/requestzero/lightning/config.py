@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
-from requestzero.deepspeed_config import (
+from requestzero.config.deepspeed_config import (
     OWN_SECTION,
     OWN_SECTION_OPTIONS,
     RETAIN_OPTION,
@@ -20,9 +20,9 @@ from requestzero.deepspeed_config import (
     merge_configs,
     take_own_section,
 )
-from requestzero.deepspeed_keys import check_top_level_keys, check_values, check_zero_section, wants_offload
-from requestzero.overflow_config import merged_overflow, overflow_of, overflow_places, overflow_to_config
-from requestzero.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
+from requestzero.config.deepspeed_keys import check_top_level_keys, check_values, check_zero_section, wants_offload
+from requestzero.config.overflow_config import merged_overflow, overflow_of, overflow_places, overflow_to_config
+from requestzero.config.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
 
 ARGUMENTS = "the arguments of RequestZeRO"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from requestzero import window_marks
-from requestzero.window_marks import unwrap
+from requestzero.data import boundaries as window_marks
+from requestzero.data.boundaries import unwrap
 
 __all__ = ["WindowMarks", "unwrap"]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from requestzero.deepspeed_keys import BUCKET_SIZES, check_bucket_size
-from requestzero.nearest import nearest
-from requestzero.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.deepspeed_keys import BUCKET_SIZES, check_bucket_size
+from requestzero.config.nearest import nearest
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 
 OWN_OPTIONS = (*(item.name for item in dataclasses.fields(RequestZeROSettings)), "config")
 

@@ -25,7 +25,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
-from requestzero.communication import without_inference_operator
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.data.micro_batch import MicroBatch
+from requestzero.data.weight import check_weight
+from requestzero.environment.versions import require_supported_deepspeed
 from requestzero.lightning import checks, rng
 from requestzero.lightning import config as configs
 from requestzero.lightning.checkpoint_gate import CheckpointGate
@@ -41,15 +44,12 @@ from requestzero.lightning.options import (
     options_to_config,
 )
 from requestzero.lightning.precision import RequestZeROPrecision
-from requestzero.logged_metrics import logged_metrics
-from requestzero.micro_batch import MicroBatch
-from requestzero.settings import OverflowSettings, RequestZeROSettings
-from requestzero.versions import require_supported_deepspeed
-from requestzero.weight import check_weight
+from requestzero.zero.metrics import logged_metrics
+from requestzero.zero.process_group import without_inference_operator
 
 if TYPE_CHECKING:
-    from requestzero.optimizer.engine import RequestZeROEngine
-    from requestzero.optimizer.partition_traffic import PartitionTraffic
+    from requestzero.zero.engine import RequestZeROEngine
+    from requestzero.zero.partition_traffic import PartitionTraffic
 
 
 # Where a checkpoint keeps the random states of the ranks.
@@ -100,21 +100,22 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
     Checkpoints hold no pending gradients: ``trainer.save_checkpoint`` raises RuntimeError while :attr:`window_open`.
 
     Args:
-        stage: See :class:`~requestzero.settings.RequestZeROSettings` for this and the options up to ``overflow``.
+        stage: See :class:`~requestzero.config.settings.RequestZeROSettings` for this and the options up to
+            ``overflow``.
         offload_optimizer: Master weights and optimizer step on the CPU.
         retain_gpu_grad_partition_until_step: True trades device memory between requests for copies, ``"auto"`` while
             there is enough of it; needs offload, and fp32 accumulation on a 16-bit model.
         grad_accum_dtype: dtype of the window's running sum.
         normalization: What the window's sum is divided by. With ``"token"`` the loss is a sum, and the loader's
             ``MicroBatch(weight=...)`` or :meth:`add_weight` says of how many tokens.
-        overflow: :class:`~requestzero.settings.OverflowSettings` or a mapping of its fields.
+        overflow: :class:`~requestzero.config.settings.OverflowSettings` or a mapping of its fields.
         config: Further DeepSpeed keys: a mapping (a dict, an OmegaConf object), or the path of a JSON or YAML file.
             Merged with the arguments; only an argument that is not given gives way to it. (Where all arguments are
             given, as LightningCLI does, one that has its default's value counts as not given.)
         incomplete_window: What happens to an epoch's last, shorter window (automatic optimization).
         log_metrics: Whether the Trainer's loggers get :attr:`logged_metrics` with every update that they log.
         rank_agreement: Whether ranks agree on every request, so that those that do not do the same raise the same
-            :class:`~requestzero.agreement.errors.RankDisagreement`: a rank that runs out of data, one whose loader,
+            :class:`~requestzero.errors.RankDisagreementError`: a rank that runs out of data, one whose loader,
             ``training_step`` or callback raises, or whose ``training_step`` returns ``None`` while others' do not.
         rank_dependent_parameters: Whether parameters may take part on some ranks only.
         **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something under ZeRO 1 and 2. Its
@@ -223,7 +224,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         It stays after the fit; a later fit builds a new one, and an evaluation puts an engine without an optimizer
         in its place, so that this is ``None`` again.
         """
-        from requestzero.optimizer.engine import RequestZeROEngine
+        from requestzero.zero.engine import RequestZeROEngine
 
         return self.model if isinstance(self.model, RequestZeROEngine) else None
 
@@ -280,7 +281,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """What the loggers get of the last update: scalars, see :func:`requestzero.logged_metrics.logged_metrics`.
+        """What the loggers get of the last update: scalars, see :func:`requestzero.zero.metrics.logged_metrics`.
 
         Empty before the first update, and with ``log_metrics=False``.
         """
@@ -464,7 +465,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         lr_scheduler: LRScheduler | ReduceLROnPlateau | None = None,
     ) -> tuple[Any, Optimizer]:
         """Lightning's version calls ``deepspeed.initialize``, with no device rank on the CPU."""
-        from requestzero.initialization import initialize
+        from requestzero.zero.initialization import initialize
 
         engine, zero_optimizer, _, _ = initialize(
             args=self._deepspeed_args(),
@@ -590,7 +591,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         """Tell the other ranks of an exception that ends the fit on this rank.
 
         Raises:
-            RankDisagreement: unless all ranks have failed alike.
+            RankDisagreementError: unless all ranks have failed alike.
         """
         if self.engine is not None and not self._failed:
             self._failed = True

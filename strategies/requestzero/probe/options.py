@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from requestzero.nearest import nearest
+from requestzero.config.nearest import nearest
 from requestzero.probe.grid import Configuration, grid
 from requestzero.probe.models import ModelChoice
 

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest.mock import patch
 
-from requestzero.machine import describe_machine
+from requestzero.environment.machine import describe_machine
 from requestzero.probe.options import Options
 from requestzero.probe.result import Result
 
@@ -107,7 +107,7 @@ def process_group(rank: int, ranks: int, device: str, folder: str) -> Iterator[N
     import torch
     from deepspeed.utils import logger
 
-    from requestzero.communication import without_inference_operator
+    from requestzero.zero.process_group import without_inference_operator
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     logger.setLevel("ERROR")

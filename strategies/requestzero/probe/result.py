@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from requestzero.machine import Machine
+from requestzero.environment.machine import Machine
 from requestzero.probe.grid import Configuration, Engine
 
 Value = Any

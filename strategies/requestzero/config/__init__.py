@@ -1,0 +1,1 @@
+"""Options and configurations. Importing this package loads the standard library only."""

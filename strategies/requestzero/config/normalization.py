@@ -1,0 +1,34 @@
+"""What ``engine.step`` may be asked to divide a window's gradient sum by. Torch and DeepSpeed are not imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from requestzero.config.settings import NORMALIZATIONS
+
+
+def check_normalization(normalization: Any, divisor: Any, accumulation_steps: int) -> None:
+    """Raise ValueError for a normalization that is not allowed, or that is not all that divides.
+
+    Args:
+        normalization: one of ``NORMALIZATIONS``, or ``None``.
+        divisor: the one that was given beside it, or ``None``.
+        accumulation_steps: ``gradient_accumulation_steps`` of the engine, by which DeepSpeed divides every loss.
+    """
+    if normalization is None:
+        return
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(
+            f"normalization={normalization!r} is not allowed: use one of {', '.join(map(repr, NORMALIZATIONS))}."
+        )
+    if divisor is not None:
+        raise ValueError(
+            f"step() got divisor={divisor!r} and normalization={normalization!r}, which chooses the divisor: give one "
+            "of them."
+        )
+    if accumulation_steps != 1:
+        raise ValueError(
+            f"step(normalization={normalization!r}) divides once, but gradient_accumulation_steps={accumulation_steps} "
+            "makes DeepSpeed divide every loss too: set it to 1 and mark the ends of requests with "
+            "set_gradient_accumulation_boundary(), or give step(divisor=...) what is left to divide by."
+        )

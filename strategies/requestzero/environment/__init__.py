@@ -1,0 +1,1 @@
+"""Installed versions and the machine."""

@@ -1,0 +1,73 @@
+"""The process group on which ranks agree: gloo on the CPU, beside whatever the gradients travel on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from requestzero.rank_check.statement import NUMBERS, Statement
+
+
+class Round:
+    """One agreement under way: the largest and, negated, the smallest of every number, over all ranks.
+
+    Args:
+        statement: this rank's.
+        buffer: int64, twice as many as a statement has numbers; used until the work is done.
+        bounds: the same memory, for NumPy.
+        group: of the ranks.
+    """
+
+    def __init__(self, statement: Statement, buffer: torch.Tensor, bounds: Any, group: dist.ProcessGroup) -> None:
+        self.statement = statement
+        self._bounds = bounds
+        numbers = statement.numbers()
+        self._bounds[:] = numbers + [-number for number in numbers]
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        # Straight to gloo, past PyTorch's dispatcher and without a new tensor: this happens in the middle of training.
+        backend: Any = group._get_backend(torch.device("cpu"))
+        self.work = backend.allreduce([buffer], options)
+
+    def agreed(self) -> bool:
+        """Whether all ranks have stated the same; once the work is done."""
+        largest, smallest = np.split(self._bounds, 2)
+        return bool((largest == -smallest).all())
+
+
+class Channel:
+    """The ranks of ``group`` (a data-parallel group), joined once more. Built on all of them (collective)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        # Ranks outside the group may know nothing of it, and then cannot take part in making another.
+        part = len(ranks) < dist.get_world_size()
+        self._group: dist.ProcessGroup | None = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
+        self.rank, self.world_size = dist.get_rank(self._group), len(ranks)
+        self.name = f"requestzero/{ranks[0]}/{self._group.group_name}"
+        self._buffer = torch.zeros(2 * NUMBERS, dtype=torch.int64)
+        self._bounds = self._buffer.numpy()
+        # A rank that left at once would end connections that another is still making.
+        dist.all_reduce(self._buffer, group=self._group)
+        self.rounds = 0
+        """Agreements so far; for measuring."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left."""
+        return self._group is None
+
+    def state(self, statement: Statement) -> Round:
+        """Begin to agree, once what was begun before is done. Every rank's first, second, ... call belong together."""
+        assert self._group is not None, "the engine has been destroyed"
+        self.rounds += 1
+        return Round(statement, self._buffer, self._bounds, self._group)
+
+    def close(self) -> None:
+        """Leave the group. A round under way would keep its threads waiting."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():  # else it has ended with all groups
+            dist.destroy_process_group(group)

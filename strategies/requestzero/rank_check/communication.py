@@ -1,0 +1,40 @@
+"""DeepSpeed's gradient reductions on the CPU, in waits that can end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from requestzero.rank_check.agreement import RankAgreement
+
+
+class WatchedCommunication:
+    """``deepspeed.comm`` for one optimizer, whose ``all_reduce`` and ``reduce`` of CPU tensors are watched.
+
+    A wait of gloo cannot be interrupted, but it can be made in pieces. On other devices a reduction is queued and the
+    host does not wait here.
+    """
+
+    def __init__(self, agreement: RankAgreement) -> None:
+        self._agreement = agreement
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As ``deepspeed.comm.all_reduce``."""
+        return self._run(dist.all_reduce, tensor, *args, **kwargs)
+
+    def reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As ``deepspeed.comm.reduce``."""
+        return self._run(dist.reduce, tensor, *args, **kwargs)
+
+    def _run(self, collective: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.device.type != "cpu" or kwargs.get("async_op"):
+            return collective(tensor, *args, **kwargs)
+        work = collective(tensor, *args, async_op=True, **kwargs)
+        if work is not None:  # a rank outside the group has none
+            self._agreement.wait(work)
+        return None

@@ -1,0 +1,89 @@
+"""Training arguments with which Transformers' Trainer uses the request-safe optimizer."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DeepSpeedPlugin, parse_flag_from_env, patch_environment
+from transformers import TrainingArguments
+from typing_extensions import override
+
+from requestzero.accelerate.launch import PACKAGE_PREFIX, launched_sources, load_named
+from requestzero.accelerate.plugin import RequestZeROPlugin
+from requestzero.accelerate.sources import merge_sources
+from requestzero.config.deepspeed_config import Config
+from requestzero.zero.process_group import without_inference_operator
+
+
+@dataclass
+class RequestZeROTrainingArguments(TrainingArguments):
+    """``TrainingArguments`` in whose place they are put: ``deepspeed=`` then makes a ``RequestZeROPlugin``.
+
+    ``deepspeed`` is a dict, an OmegaConf object, or the path of a JSON or YAML file, with
+    ``zero_optimization.retain_gpu_grad_partition_until_step`` and all else in its place there. On a machine without an
+    accelerator the ranks are joined with gloo. A hyperparameter search makes our plugin again too.
+
+    Trainer has divided the losses when it calls ``accelerator.backward``, so the step divides no more; its
+    ``grad_norm`` and clipping refer to the window.
+
+    Raises:
+        ValueError: there is no DeepSpeed config, neither here nor from ``accelerate launch``; and as
+            :class:`RequestZeROPlugin` does.
+        FileNotFoundError, ImportError: see :class:`RequestZeROPlugin`.
+    """
+
+    @override
+    def __post_init__(self) -> None:
+        if self.deepspeed is None:
+            self.deepspeed = _launched_config()
+        elif not _is_json(self.deepspeed):
+            self.deepspeed = load_named(self.deepspeed, "TrainingArguments(deepspeed=...)")
+        if torch.accelerator.current_accelerator(check_available=True) is None:
+            self.use_cpu = True
+        # Transformers builds a stock plugin first, which refuses what accelerate's YAML and the file both say.
+        with without_inference_operator(), patch_environment(ACCELERATE_CONFIG_DS_FIELDS=""):
+            super().__post_init__()
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Trainer and this class put a stock plugin here, at several places."""
+        if name == "deepspeed_plugin" and isinstance(value, DeepSpeedPlugin):
+            value = as_request_zero(value)
+        super().__setattr__(name, value)
+
+
+def as_request_zero(plugin: DeepSpeedPlugin) -> RequestZeROPlugin:
+    """The plugin with the same DeepSpeed config object, unless it is one of ours already.
+
+    Raises:
+        ValueError: it would drop requests, whose losses Trainer has divided already.
+    """
+    ours = plugin if isinstance(plugin, RequestZeROPlugin) else RequestZeROPlugin(hf_ds_config=plugin.hf_ds_config)
+    if ours.settings.overflow.on_overflow == "drop_request":
+        from requestzero.accelerate.engine import DROP_AFTER_DIVISION
+
+        raise ValueError(DROP_AFTER_DIVISION)
+    return ours
+
+
+def _launched_config() -> Config:
+    """The DeepSpeed config of ``accelerate launch``, for a run without one in the arguments."""
+    if not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise ValueError(
+            "RequestZeROTrainingArguments has no deepspeed=... and the ranks were not launched with DeepSpeed, so "
+            "there would be no ZeRO: give it a DeepSpeed config, or use TrainingArguments."
+        )
+    return merge_sources(launched_sources(os.environ))
+
+
+def _is_json(config: Any) -> bool:
+    """What Transformers reads by itself, and leaves as it is for its own later use."""
+    if isinstance(config, dict):
+        return True
+    if not isinstance(config, (str, os.PathLike)) or str(config).startswith(PACKAGE_PREFIX):
+        return False
+    return Path(config).suffix not in (".yaml", ".yml")

@@ -1,0 +1,26 @@
+"""What the loggers of every front end get of an update."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from requestzero.zero.engine import RequestZeROEngine
+
+
+def logged_metrics(engine: RequestZeROEngine) -> dict[str, Any]:
+    """Counts until now and the gradient norm of the last update: numbers, without waiting for the device.
+
+    ``overflow/skipped_updates`` and ``overflow/dropped_requests`` count from the start of the training,
+    ``overflow/consecutive`` the skips since the last applied update; ``overflow/loss_scale`` is that of the next window
+    (1 outside fp16). ``grad_norm`` is infinite for a skipped update, left out where it is not known, and a scalar on
+    the device where the step had no need to read it.
+    """
+    norm = engine.get_global_grad_norm()
+    return {
+        "overflow/skipped_updates": float(engine.skipped_updates),
+        "overflow/consecutive": float(engine.consecutive_skips),
+        "overflow/dropped_requests": float(engine.dropped_requests),
+        "overflow/loss_scale": engine.current_loss_scale(),
+        **({} if norm is None else {"grad_norm": norm}),
+    }

@@ -1,0 +1,44 @@
+"""Names that users may have written before a module or class moved: they still work, and warn."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import requestzero
+from requestzero import former_names
+
+FOLDER = Path(former_names.__file__).parent
+MODULES = sorted(
+    ".".join(path.relative_to(FOLDER).with_suffix("").parts) for path in FOLDER.rglob("*.py") if path.stem != "__init__"
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_former_module_is_the_current_one_and_warns(name: str) -> None:
+    script = f"import sys, requestzero.{name}; print(sys.modules['requestzero.{name}'].__name__)"
+    run = subprocess.run([sys.executable, "-W", "default", "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    current = run.stdout.split()[-1]
+    assert f"<string>:1: DeprecationWarning: requestzero.{name} has moved: import {current} instead." in run.stderr
+    assert importlib.import_module(current).__name__ == current
+
+
+def test_there_are_former_modules() -> None:
+    assert {"collate", "packing", "labels", "agreement.errors", "optimizer.engine"} <= set(MODULES)
+
+
+def test_the_former_name_of_an_error_is_the_error() -> None:
+    assert requestzero.RankDisagreement is requestzero.RankDisagreementError
+
+
+def test_training_arguments_are_found_in_their_former_place() -> None:
+    import requestzero.accelerate
+    from requestzero.transformers import RequestZeROTrainingArguments
+
+    with pytest.warns(DeprecationWarning, match=r"import it from requestzero\.transformers instead"):
+        assert requestzero.accelerate.RequestZeROTrainingArguments is RequestZeROTrainingArguments
