@@ -17,8 +17,8 @@ class SharedPass:
         """As the loader's own.
 
         Raises:
-            RankDisagreementError: the loader has raised on this rank or another; or another rank has not come to the end
-                of its pass, in which this rank has trained.
+            RankDisagreementError: the loader has raised on this rank or another; or another rank has not come to the
+                end of its pass, in which this rank has trained.
         """
         batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]
         wrapper = self._requestzero_wrapper()
