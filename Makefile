@@ -40,9 +40,10 @@ else
 	$(RUN) pytest $(ARGS)
 endif
 
-lint: $(STAMP)  ## ruff: rules and layout
+lint: $(STAMP)  ## ruff: rules and layout; import-linter: the layers of the packages
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(STAMP)  ## rewrite to the layout that lint checks
 	$(RUN) ruff check --fix .

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from requestzero.data.micro_batch import RequestId
 from requestzero.rank_check.device import QueuedWork
@@ -16,10 +16,17 @@ if TYPE_CHECKING:
     import torch
 
     from requestzero.rank_check.channel import Channel, Round
-    from requestzero.zero.window import UpdateWindow
 
 # How long a rank that cannot go on waits for the others to hear it.
 _LAST_WORDS = 10.0
+
+
+class Window(Protocol):
+    """The part of an update window that ranks compare."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Backwards since the last step."""
 
 
 @dataclass
@@ -37,7 +44,7 @@ class Request:
     """Micro-batches that were run or left out."""
     closed: bool = True
     """Whether its end was marked."""
-    window: UpdateWindow | None = None
+    window: Window | None = None
     """The one that was open when it began; a request ends with its window."""
 
     def __str__(self) -> str:
@@ -50,7 +57,7 @@ class Request:
             -1 if self.window_end is None else int(self.window_end),
         )
 
-    def ended(self, window: UpdateWindow) -> bool:
+    def ended(self, window: Window) -> bool:
         """Whether the next micro-batch belongs to another request."""
         return self.closed or (self.done > 0 and self.window is not window)
 
@@ -126,7 +133,7 @@ class RankAgreement(Agreement):
     active = True
 
     def __init__(
-        self, channel: Channel, watch: Watch, window: Callable[[], UpdateWindow], name_of: Callable[[int], str]
+        self, channel: Channel, watch: Watch, window: Callable[[], Window], name_of: Callable[[int], str]
     ) -> None:
         self._channel, self._watch, self._window, self._name_of = channel, watch, window, name_of
         self._request = Request()
