@@ -177,13 +177,13 @@ def test_windows_of_requests_from_a_loader(two_ranks: RankGroup, prepared: bool)
             assert got[3] == expected[3]
 
 
-def marked(batches: list[Any], requests_per_window: int | None = None) -> list[tuple[bool, bool]]:
+def marked(batches: list[Any], requests_per_update: int | None = None) -> list[tuple[bool, bool]]:
     """Whether each micro-batch ends its window, and whether the window was empty after ``optimizer.step()``."""
     with fresh():
         accelerator, model, optimizer, _, _ = prepare(Loop())
         requests = accelerator.deepspeed_plugin.requests(accelerator)
         found = []
-        for inputs in requests.micro_batches(batches, requests_per_window):
+        for inputs in requests.micro_batches(batches, requests_per_update):
             assert isinstance(inputs, torch.Tensor)
             accelerator.backward(model(inputs))
             optimizer.step()
@@ -270,7 +270,7 @@ def misuse(how: str) -> None:
         ("step inside", r"RuntimeError: optimizer.step\(\) inside a request: gradients are complete at its end"),
         ("norm inside", r"RuntimeError: accelerator.clip_grad_norm_\(\) inside a request"),
         ("accumulate", r"RuntimeError: accelerator.accumulate\(\) counts micro-batches, but the ends of requests are"),
-        ("marks", r"ValueError: The loader marks the ends .* but micro_batches\(requests_per_window=2\) asks to count"),
+        ("marks", r"ValueError: The loader marks the ends .* but micro_batches\(requests_per_update=2\) asks to count"),
         ("registered", "RuntimeError: The loader itself is registered for checkpointing"),
         ("no state", r"TypeError: list has no state_dict\(\), so its place cannot be saved"),
     ],

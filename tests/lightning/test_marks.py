@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from requestzero import MicroBatch
-from requestzero.lightning.marks import WindowMarks, unwrap
+from requestzero.data.boundaries import WindowMarks, unwrap
 
 
-def ends(marks: WindowMarks, batches: list[object], requests_per_window: int) -> list[tuple[bool, bool, bool]]:
+def ends(marks: WindowMarks, batches: list[object], requests_per_update: int) -> list[tuple[bool, bool, bool]]:
     result = []
     for batch in batches:
-        marks.take(batch, requests_per_window)
+        marks.take(batch, requests_per_update)
         result.append((marks.starts_window, marks.request_end, marks.window_end))
     return result
 
@@ -76,14 +76,14 @@ def test_window_ends_on_some_micro_batches() -> None:
 
 def test_window_ends_beside_accumulate_grad_batches() -> None:
     with pytest.raises(ValueError, match=r"accumulate_grad_batches=4\) asks to count requests"):
-        WindowMarks().take(MicroBatch(0, window_end=True), 4)
+        WindowMarks("accumulate_grad_batches", owner="Trainer").take(MicroBatch(0, window_end=True), 4)
 
 
-def ahead(marks: WindowMarks, batches: list[object], requests_per_window: int) -> list[tuple[int | None, bool | None]]:
+def ahead(marks: WindowMarks, batches: list[object], requests_per_update: int) -> list[tuple[int | None, bool | None]]:
     """What is known of every request at its first batch."""
     known = []
     for batch in batches:
-        marks.take(batch, requests_per_window)
+        marks.take(batch, requests_per_update)
         if marks.starts_request:
             known.append((marks.micro_batches, marks.window_ends_with_request))
     return known

@@ -6,6 +6,8 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -42,3 +44,15 @@ def test_training_arguments_are_found_in_their_former_place() -> None:
 
     with pytest.warns(DeprecationWarning, match=r"import it from requestzero\.transformers instead"):
         assert requestzero.accelerate.RequestZeROTrainingArguments is RequestZeROTrainingArguments
+
+
+def test_a_former_argument_is_the_current_one_and_warns() -> None:
+    from requestzero.accelerate import Requests
+
+    accelerator: Any = SimpleNamespace(num_processes=1)
+    with pytest.warns(DeprecationWarning, match="requests_per_window is now called requests_per_update") as found:
+        batches = Requests(accelerator).micro_batches([], requests_per_window=3)  # type: ignore[call-arg]
+    assert batches.requests_per_update == 3
+    assert [item.filename for item in found] == [__file__]
+    with pytest.raises(TypeError, match="requests_per_window is the former name of requests_per_update"):
+        Requests(accelerator).micro_batches([], requests_per_update=2, requests_per_window=3)  # type: ignore[call-arg]

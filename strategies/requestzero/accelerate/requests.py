@@ -12,6 +12,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.utils import send_to_device
 
 from requestzero.data.boundaries import WindowMarks
+from requestzero.former_names import renamed_argument
 
 if TYPE_CHECKING:
     from requestzero.accelerate.engine import RequestZeROEngineWrapper
@@ -63,9 +64,10 @@ class Requests:
             yield
         wrapper.engine.end_request()
 
-    def micro_batches(self, loader: Any, requests_per_window: int | None = None) -> MicroBatches:
+    @renamed_argument("requests_per_window", "requests_per_update")
+    def micro_batches(self, loader: Any, requests_per_update: int | None = None) -> MicroBatches:
         """The loader's inputs on the device, with request and window ends noted; see :class:`MicroBatches`."""
-        return MicroBatches(self._accelerator, loader, requests_per_window)
+        return MicroBatches(self._accelerator, loader, requests_per_update)
 
 
 class MicroBatches:
@@ -81,13 +83,14 @@ class MicroBatches:
     Args:
         accelerator: the one that trains.
         loader: not prepared by Accelerate, which deals neighbouring micro-batches out to different ranks.
-        requests_per_window: by default ``accelerator.gradient_accumulation_steps``; 1 where the loader marks windows.
+        requests_per_update: by default ``accelerator.gradient_accumulation_steps``; 1 where the loader marks windows.
 
     Raises:
         ValueError: the loader was prepared.
     """
 
-    def __init__(self, accelerator: Accelerator, loader: Any, requests_per_window: int | None = None) -> None:
+    @renamed_argument("requests_per_window", "requests_per_update")
+    def __init__(self, accelerator: Accelerator, loader: Any, requests_per_update: int | None = None) -> None:
         if isinstance(loader, DataLoaderStateMixin) and accelerator.num_processes > 1:
             raise ValueError(
                 "The loader was prepared by Accelerate, which deals neighbouring micro-batches out to different ranks: "
@@ -95,7 +98,7 @@ class MicroBatches:
             )
         self.accelerator = accelerator
         self.loader = loader
-        self.requests_per_window = requests_per_window
+        self.requests_per_update = requests_per_update
         self._state: Any = None
 
     def __len__(self) -> int:
@@ -111,11 +114,11 @@ class MicroBatches:
         Raises:
             RuntimeError: a window is open, another pass goes on, or the loader itself is registered for checkpointing.
             RankDisagreementError: another rank has more batches or fewer, or its loader has raised.
-            ValueError: the loader's marks contradict each other or ``requests_per_window``.
+            ValueError: the loader's marks contradict each other or ``requests_per_update``.
         """
         wrapper = engine_wrapper(self.accelerator)
         self._check_start(wrapper)
-        per_window = self.requests_per_window or self.accelerator.gradient_accumulation_steps
+        per_window = self.requests_per_update or self.accelerator.gradient_accumulation_steps
         marks, gradient_state = WindowMarks(), self.accelerator.gradient_state
         with wrapper.marking(), wrapper.engine.data_pass():
             try:

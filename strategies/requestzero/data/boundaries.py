@@ -14,14 +14,14 @@ class WindowMarks:
     A plain batch is a request of one micro-batch. Without marks from the loader, a window is as many requests as the
     training loop's option says. This knows what *should* happen; whether gradients are pending is known to the
     engine's ``update_window`` alone.
+
+    Args:
+        option: Name of the loop's option for the number of requests in a window; for messages.
+        owner: What has the option, such as ``Trainer``; for messages.
     """
 
-    option = "requests_per_window"
-    """Name of the loop's option, in messages; a front end that calls it otherwise derives a class."""
-    owner = "micro_batches"
-    """What takes the option, such as ``Trainer``; in messages."""
-
-    def __init__(self) -> None:
+    def __init__(self, option: str = "requests_per_update", owner: str = "micro_batches") -> None:
+        self._option, self._owner = option, owner
         self.starts_window = False
         """Whether the current batch is the first of its window."""
         self.request_end = True
@@ -43,15 +43,15 @@ class WindowMarks:
         self._requests = 0
         self._between_windows = True
 
-    def take(self, batch: Any, requests_per_window: int) -> Any:
+    def take(self, batch: Any, requests_per_update: int) -> Any:
         """Note the marks of the next batch and return what the model gets of it.
 
         Raises:
-            ValueError: ``window_end`` is set on some micro-batches only, or although ``requests_per_window``
+            ValueError: ``window_end`` is set on some micro-batches only, or although ``requests_per_update``
                 is not 1.
         """
         micro_batch = batch if isinstance(batch, MicroBatch) else MicroBatch(_check_plain(batch))
-        self._check_marks(micro_batch, requests_per_window)
+        self._check_marks(micro_batch, requests_per_update)
         self.starts_window = self._between_windows
         self.starts_request = self.starts_window or self.request_end
         self._requests = (0 if self.starts_window else self._requests) + micro_batch.request_end
@@ -59,22 +59,22 @@ class WindowMarks:
         self.request_id = micro_batch.request_id
         self.weight = micro_batch.weight
         if micro_batch.window_end is None:
-            self.window_end = self.request_end and self._requests >= requests_per_window
+            self.window_end = self.request_end and self._requests >= requests_per_update
         else:
             self.window_end = micro_batch.window_end
         self._between_windows = self.window_end
         if self.starts_request:
-            self._look_ahead(micro_batch, requests_per_window)
+            self._look_ahead(micro_batch, requests_per_update)
         return micro_batch.inputs
 
-    def _look_ahead(self, first: MicroBatch, requests_per_window: int) -> None:
+    def _look_ahead(self, first: MicroBatch, requests_per_update: int) -> None:
         """What the first micro-batch of a request says of the whole of it."""
         self.micro_batches = 1 if first.request_end else first.micro_batches
         if first.request_end:
             self.window_ends_with_request = self.window_end
         else:
             counted = first.window_end is None
-            self.window_ends_with_request = self._requests + 1 >= requests_per_window if counted else None
+            self.window_ends_with_request = self._requests + 1 >= requests_per_update if counted else None
 
     def skip(self) -> None:
         """Note a batch that Lightning leaves out (the loader gave ``None``): it starts and ends nothing."""
@@ -86,7 +86,7 @@ class WindowMarks:
         self.window_end = self.request_end = self._between_windows = True
         self.loader_marks_windows = None
 
-    def _check_marks(self, micro_batch: MicroBatch, requests_per_window: int) -> None:
+    def _check_marks(self, micro_batch: MicroBatch, requests_per_update: int) -> None:
         marks = micro_batch.window_end is not None
         if self.loader_marks_windows is None:
             self.loader_marks_windows = marks
@@ -96,12 +96,12 @@ class WindowMarks:
                 f"window_end={micro_batch.window_end!r}, unlike the ones before it: a loader sets window_end "
                 "to true or false on all of its micro-batches, or leaves it None on all of them."
             )
-        if marks and requests_per_window != 1:
+        if marks and requests_per_update != 1:
             raise ValueError(
                 "The loader marks the ends of update windows itself (window_end of request "
                 f"{micro_batch.request_id!r} is {micro_batch.window_end!r}), but "
-                f"{self.owner}({self.option}={requests_per_window}) asks to count requests: leave "
-                f"{self.option} at 1, or leave window_end at None in the loader."
+                f"{self._owner}({self._option}={requests_per_update}) asks to count requests: leave "
+                f"{self._option} at 1, or leave window_end at None in the loader."
             )
 
 

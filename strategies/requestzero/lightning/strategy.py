@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.data.boundaries import WindowMarks, unwrap
 from requestzero.data.micro_batch import MicroBatch
 from requestzero.data.weight import check_weight
 from requestzero.environment.versions import require_supported_deepspeed
@@ -35,7 +36,6 @@ from requestzero.lightning.checkpoint_gate import CheckpointGate
 from requestzero.lightning.deepspeed_device import use_deepspeed_device
 from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.loops import take_over_loops
-from requestzero.lightning.marks import WindowMarks, unwrap
 from requestzero.lightning.optimizer import WindowLightningOptimizer
 from requestzero.lightning.options import (
     check_offload,
@@ -171,7 +171,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         settings = RequestZeROSettings(**own)
         user_config, source = configs.read_user_config(config)
         offloads = offload_optimizer or configs.wants_offload(user_config)
-        self.marks = WindowMarks()
+        self.marks = _marks()
         self._update_applied: bool | None = None
         self._discarded = False  # by us, since the current batch was taken
         self._failed = False
@@ -400,7 +400,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             checks.check_training_step(trainer.lightning_module)
-            self.marks, self._update_applied, self._discarded = WindowMarks(), None, False
+            self.marks, self._update_applied, self._discarded = _marks(), None, False
             self._logged = {}
             self._failed = self._data_ended = False
             take_over_loops(trainer)
@@ -778,3 +778,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         self._counts = {name: self._count(name) for name in _COUNTERS}
         self._traffic = self.partition_traffic
         super().teardown()
+
+
+def _marks() -> WindowMarks:
+    return WindowMarks(option="accumulate_grad_batches", owner="Trainer")
