@@ -2,27 +2,30 @@
 
 After an upgrade of DeepSpeed, Lightning, Accelerate or Transformers a failure here names what to read again. To accept
 a new source, run ``python tests/test_upstream_contract.py`` and commit the new ``upstream_contract.json`` with the
-reading done.
+reading done. It prints how many entries each of the four has.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import json
 import os
-import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from pkgutil import walk_packages
 
 import pytest
+from upstream.definitions import find, read
 
 PINS = Path(__file__).parent / "upstream_contract.json"
 
-# What is relied on without being overridden, by module.
+# What is relied on without being overridden, by the module that defines it.
 RELIED_ON = {
-    "deepspeed": ["initialize"],
+    "deepspeed": [
+        "initialize",
+    ],
     "deepspeed.runtime.engine": [
         "DeepSpeedEngine._backward_prologue",
         "DeepSpeedEngine._backward_post_hook",
@@ -65,19 +68,40 @@ RELIED_ON = {
         "GradPartitionBufferGroup",
         "IPGBucket",
     ],
-    "deepspeed.runtime.zero.offload_config": ["DeepSpeedZeroOffloadOptimizerConfig"],
-    "deepspeed.accelerator.abstract_accelerator": ["DeepSpeedAccelerator.is_pinned"],
+    "deepspeed.runtime.zero.offload_config": [
+        "DeepSpeedZeroOffloadOptimizerConfig",
+    ],
+    "deepspeed.accelerator.abstract_accelerator": [
+        "DeepSpeedAccelerator.is_pinned",
+    ],
     "deepspeed.accelerator.cuda_accelerator": [
         "CUDA_Accelerator.available_memory",
         "CUDA_Accelerator.memory_reserved",
         "CUDA_Accelerator.total_memory",
     ],
-    "deepspeed.runtime.base_optimizer": ["BackwardHookStateManager", "ZeROOptimizer.get_param_comm_dtype"],
-    "deepspeed.utils.tensor_fragment": ["get_full_hp_grad", "set_full_hp_grad", "tensor_fragment.get_lp_grad_fragment"],
-    "deepspeed.utils.mixed_precision_linkage": ["link_hp_params", "_init_lp_to_hp_mapping"],
-    "deepspeed.runtime.zero.utils": ["get_norm_dtype"],
-    "deepspeed.runtime.utils": ["is_invalid_grad_norm"],
-    "deepspeed.runtime.fp16.loss_scaler": ["LossScalerBase.update_scale", "DynamicLossScaler.update_scale"],
+    "deepspeed.runtime.base_optimizer": [
+        "BackwardHookStateManager",
+        "ZeROOptimizer.get_param_comm_dtype",
+    ],
+    "deepspeed.utils.tensor_fragment": [
+        "get_full_hp_grad",
+        "set_full_hp_grad",
+        "tensor_fragment.get_lp_grad_fragment",
+    ],
+    "deepspeed.utils.mixed_precision_linkage": [
+        "link_hp_params",
+        "_init_lp_to_hp_mapping",
+    ],
+    "deepspeed.runtime.zero.utils": [
+        "get_norm_dtype",
+    ],
+    "deepspeed.runtime.utils": [
+        "is_invalid_grad_norm",
+    ],
+    "deepspeed.runtime.fp16.loss_scaler": [
+        "LossScalerBase.update_scale",
+        "DynamicLossScaler.update_scale",
+    ],
     "lightning.pytorch.loops.training_epoch_loop": [
         "_TrainingEpochLoop.advance",
         "_TrainingEpochLoop.reset",
@@ -87,28 +111,42 @@ RELIED_ON = {
         "_AutomaticOptimization._optimizer_step",
         "_AutomaticOptimization._training_step",
     ],
-    "lightning.pytorch.plugins.precision": ["Precision._after_closure"],
-    "lightning.pytorch.strategies": [
+    "lightning.pytorch.plugins.precision.precision": [
+        "Precision._after_closure",
+    ],
+    "lightning.pytorch.strategies.ddp": [
         "DDPStrategy.setup_environment",
+    ],
+    "lightning.pytorch.strategies.deepspeed": [
         "DeepSpeedStrategy._create_default_config",
         "DeepSpeedStrategy._format_batch_size_and_grad_accum_config",
         "DeepSpeedStrategy._initialize_deepspeed_train",
         "DeepSpeedStrategy.init_deepspeed",
     ],
-    "lightning.fabric.strategies.deepspeed": ["_format_precision_config"],
+    "lightning.fabric.strategies.deepspeed": [
+        "_format_precision_config",
+    ],
     "lightning.pytorch.trainer.connectors.accelerator_connector": [
         "_AcceleratorConnector._lazy_init_strategy",
         "_AcceleratorConnector._check_and_init_precision",
     ],
-    "lightning.pytorch.trainer.call": ["_interrupt"],
+    "lightning.pytorch.trainer.call": [
+        "_interrupt",
+    ],
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector": [
         "_LoggerConnector.log_metrics",
         "_LoggerConnector.on_batch_end",
     ],
-    "lightning.pytorch.trainer.connectors.logger_connector.result": ["_ResultCollection.metrics"],
-    "lightning.pytorch.callbacks": ["ModelCheckpoint.on_train_batch_end"],
-    "lightning.pytorch.core.optimizer": ["LightningOptimizer.step"],
-    "accelerate": [
+    "lightning.pytorch.trainer.connectors.logger_connector.result": [
+        "_ResultCollection.metrics",
+    ],
+    "lightning.pytorch.callbacks.model_checkpoint": [
+        "ModelCheckpoint.on_train_batch_end",
+    ],
+    "lightning.pytorch.core.optimizer": [
+        "LightningOptimizer.step",
+    ],
+    "accelerate.accelerator": [
         "Accelerator.__init__",
         "Accelerator.prepare",
         "Accelerator.backward",
@@ -117,7 +155,9 @@ RELIED_ON = {
         "Accelerator.load_state",
         "Accelerator.free_memory",
     ],
-    "accelerate.data_loader": ["DataLoaderShard.__iter__"],
+    "accelerate.data_loader": [
+        "DataLoaderShard.__iter__",
+    ],
     "accelerate.state": [
         "PartialState.__init__",
         "PartialState._prepare_backend",
@@ -125,86 +165,88 @@ RELIED_ON = {
         "AcceleratorState.select_deepspeed_plugin",
         "GradientState._set_sync_gradients",
     ],
-    "accelerate.optimizer": ["AcceleratedOptimizer"],
-    "accelerate.scheduler": ["AcceleratedScheduler.__init__", "AcceleratedScheduler.step"],
-    "accelerate.utils.deepspeed": ["HfDeepSpeedConfig", "map_pytorch_optim_to_deepspeed"],
-    "accelerate.utils": [
+    "accelerate.optimizer": [
+        "AcceleratedOptimizer",
+    ],
+    "accelerate.scheduler": [
+        "AcceleratedScheduler.__init__",
+        "AcceleratedScheduler.step",
+    ],
+    "accelerate.utils.deepspeed": [
+        "HfDeepSpeedConfig",
+        "map_pytorch_optim_to_deepspeed",
+    ],
+    "accelerate.utils.dataclasses": [
         "DeepSpeedPlugin.__post_init__",
         "DeepSpeedPlugin.deepspeed_config_process",
         "DeepSpeedPlugin.fill_match",
     ],
-    "accelerate.utils.launch": ["prepare_deepspeed_cmd_env"],
-    "accelerate.commands.launch": ["launch_command"],
-    "transformers": [
+    "accelerate.utils.launch": [
+        "prepare_deepspeed_cmd_env",
+    ],
+    "accelerate.commands.launch": [
+        "launch_command",
+    ],
+    "transformers.trainer": [
         "Trainer.training_step",
         "Trainer._run_epoch",
         "Trainer._clip_grad_norm",
         "Trainer._get_grad_norm",
+    ],
+    "transformers.training_args": [
         "TrainingArguments.__post_init__",
     ],
-    "transformers.integrations.deepspeed": ["HfTrainerDeepSpeedConfig", "deepspeed_init"],
+    "transformers.integrations.deepspeed": [
+        "HfTrainerDeepSpeedConfig",
+        "deepspeed_init",
+    ],
 }
 
-
 UPSTREAM = ("deepspeed", "lightning", "accelerate", "transformers")
+OURS = ("requestzero.zero", "requestzero.lightning", "requestzero.accelerate", "requestzero.transformers")
 
 
-def overridden() -> dict[str, Any]:
-    """Upstream functions that our classes define again, found by walking the classes: none can be forgotten."""
+def relied_on() -> set[str]:
+    return {f"{module}:{name}" for module, names in RELIED_ON.items() for name in names}
+
+
+def overridden() -> set[str]:
+    """Return the upstream methods that our classes define again, found by walking these: none can be forgotten."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    found = {}
-    for cls in _our_classes():
+    found = set()
+    for cls in our_classes():
         upstream = [base for base in cls.__mro__ if base.__module__.split(".")[0] in UPSTREAM]
         for name in vars(cls):
             owner = next((base for base in upstream if name in vars(base)), None)
-            if owner is None or (name.startswith("__") and name != "__init__"):
-                continue
-            value, key = vars(owner)[name], f"{owner.__module__}:{owner.__qualname__}.{name}"
-            parts = {"": getattr(value, "__func__", value)}
-            if isinstance(value, property):
-                parts = {"": value.fget, ".setter": value.fset, ".deleter": value.fdel}
-            for suffix, function in parts.items():
-                written = (
-                    inspect.isfunction(function) and function.__code__.co_filename != "<string>"
-                )  # not a dataclass's
-                if written and "<lambda>" not in function.__qualname__:
-                    found[key + suffix] = function
+            if owner is not None and is_method(owner, name):
+                found.add(f"{owner.__module__}:{owner.__qualname__}.{name}")
     return found
 
 
-def _our_classes() -> list[type]:
-    modules = []
-    for package in ("requestzero.zero", "requestzero.lightning", "requestzero.accelerate", "requestzero.transformers"):
-        folder = Path(str(importlib.import_module(package).__file__)).parent
-        modules += [f"{package}.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"]
-    return [
-        value
-        for name in sorted(modules)
-        for value in vars(importlib.import_module(name)).values()
-        if inspect.isclass(value) and value.__module__ == name
-    ]
+def is_method(owner: type, name: str) -> bool:
+    """Return whether the class body has a method or property of this name, and no plain value or generated method."""
+    definitions = find(read(owner.__module__), f"{owner.__qualname__}.{name}")
+    return any(definition.is_function for definition in definitions.values())
 
 
-def relied_on() -> dict[str, Any]:
-    found = {}
-    for module, names in RELIED_ON.items():
-        for name in names:
-            value: Any = importlib.import_module(module)
-            for part in name.split("."):
-                value = getattr(value, part)
-            found[f"{module}:{name}"] = inspect.unwrap(value) if inspect.isfunction(value) else value
-    return found
-
-
-def fingerprint(value: Any) -> dict[str, str]:
-    source = inspect.getsource(value)
-    # A default that is a bare object shows where it lies in memory.
-    signature = re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(value)))
-    return {"signature": signature, "sha256": hashlib.sha256(source.encode()).hexdigest()}
+def our_classes() -> Iterator[type]:
+    for package in map(importlib.import_module, OURS):
+        for found in walk_packages(package.__path__, f"{package.__name__}."):
+            for value in vars(importlib.import_module(found.name)).values():
+                if inspect.isclass(value) and value.__module__ == found.name:
+                    yield value
 
 
 def current() -> dict[str, dict[str, str]]:
-    return {name: fingerprint(value) for name, value in sorted((overridden() | relied_on()).items())}
+    """Return the pin of every entry as it is now; a property has one for each of its functions."""
+    pins = {}
+    for name in sorted(overridden() | relied_on()):
+        module, qualname = name.split(":")
+        definitions = find(read(module), qualname)
+        assert definitions, f"{module} has no {qualname} any more"
+        for accessor, definition in definitions.items():
+            pins[f"{name}.{accessor}" if accessor else name] = definition.pin()
+    return pins
 
 
 def test_pinned_sources_are_unchanged() -> None:
@@ -220,10 +262,44 @@ def test_the_walk_finds_overrides(name: str) -> None:
     assert f"deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.{name}" in overridden()
 
 
-def test_the_walk_finds_property_setters() -> None:
+def test_properties_have_an_entry_for_each_function() -> None:
     name = "deepspeed.runtime.engine:DeepSpeedEngine.communication_data_type"
-    assert {name, f"{name}.setter"} <= overridden().keys()
+    assert name in overridden()
+    assert {name, f"{name}.setter"} <= current().keys()
+
+
+DECORATED = [
+    "deepspeed.runtime.engine:DeepSpeedEngine.backward",
+    "deepspeed.runtime.engine:DeepSpeedEngine.forward",
+    "deepspeed.runtime.engine:DeepSpeedEngine.allreduce_gradients",
+    "accelerate.accelerator:Accelerator.log",
+]
+
+
+def test_a_decorated_method_is_pinned_itself_and_not_its_wrapper() -> None:
+    pins = current()
+    assert len({pins[name]["sha256"] for name in DECORATED}) == len(DECORATED)
+
+
+@pytest.mark.parametrize("name", DECORATED)
+def test_a_changed_line_of_a_body_is_seen(name: str) -> None:
+    module, qualname = name.split(":")
+    text = read(module)
+    before = find(text, qualname)[""]
+    line = before.lines.splitlines()[-1]  # of the body, since none of these ends in its signature
+    changed = text.replace(before.lines, before.lines.removesuffix(line) + f"{line}  # changed")
+    assert find(changed, qualname)[""].sha256 != before.sha256
+
+
+def test_a_change_elsewhere_in_the_module_is_none_of_the_method() -> None:
+    module, qualname = DECORATED[0].split(":")
+    text = read(module)
+    changed = text.replace(find(text, "DeepSpeedEngine.forward")[""].lines, "    def forward(self): ...")
+    assert changed != text
+    assert find(changed, qualname)[""].sha256 == find(text, qualname)[""].sha256
 
 
 if __name__ == "__main__":
-    PINS.write_text(json.dumps(current(), indent=1) + "\n")
+    pins = current()
+    PINS.write_text(json.dumps(pins, indent=1) + "\n")
+    print(dict(Counter(name.split(":")[0].split(".")[0] for name in pins)))
