@@ -30,7 +30,7 @@ probe: $(STAMP)  ## measure against stock DeepSpeed on this machine, into output
 	$(RUN) requestzero.probe --html outputs/probe/probe.html $(ARGS)
 
 # What is about seconds of waiting runs alone, after the rest.
-WAITS := tests/agreement tests/test_ranks.py
+WAITS := tests/rank_check tests/support
 
 test: $(STAMP)  ## all tests
 ifeq ($(strip $(ARGS)),)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import RankGroup
+
+from support.ranks import RankGroup
 
 # What DeepSpeed compiles on first use (DeepSpeedCPUAdam) is kept beside the checkout: two environments that share one
 # folder rebuild each other's. A build that was killed leaves its lock behind, on which the next one waits without end.

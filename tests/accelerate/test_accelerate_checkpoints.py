@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from loops import NO_ADAM, Loop, assert_fails, fresh, make_accelerator
-from ranks import RankGroup
 
 from requestzero import RequestLoader
+from support.accelerate_loops import NO_ADAM, Loop, assert_fails, fresh, make_accelerator
+from support.ranks import RankGroup
 
 BF16 = {**NO_ADAM, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 PLUGINS: dict[str, dict[str, Any]] = {

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate.tracking import GeneralTracker
-from loops import WIDTH, Loop, assert_fails, data, fresh, prepare, train, weights
-from ranks import RankGroup
+
+from support.accelerate_loops import WIDTH, Loop, assert_fails, data, fresh, prepare, train, weights
+from support.ranks import RankGroup
 
 CHECK = {"check_grad_overflow": True}
 DROP = {**CHECK, "on_overflow": "drop_request"}

@@ -14,10 +14,7 @@ import pytest
 import torch
 from accelerate.utils import patch_environment
 from hydra import compose, initialize_config_module
-from loops import fresh
 from omegaconf import OmegaConf
-from ranks import RankGroup
-from scripts import finish, start_module
 from test_launch import CONFIGS
 
 from requestzero.recipes import accelerate_sft
@@ -26,6 +23,9 @@ from requestzero.recipes.csv_tracker import CsvTracker
 from requestzero.recipes.errors import UsageError
 from requestzero.recipes.launched import launch_problems, register_launched
 from requestzero.recipes.override_check import command_problems
+from support.accelerate_loops import fresh
+from support.ranks import RankGroup
+from support.scripts import finish, start_module
 
 SMALL = [
     "model=byte_decoder_tiny",

@@ -12,11 +12,12 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from scripts import finish, start_module
 
 from requestzero.accelerate.launch import load_named
+from support import accelerate_script
+from support.scripts import finish, start_module
 
-SCRIPT = Path(__file__).with_name("train_script.py")
+SCRIPT = Path(accelerate_script.__file__)
 CONFIGS = Path(str(files("requestzero.configs"))) / "accelerate"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 PLACES = ("cpu", "one_gpu", "machines", "")
@@ -100,9 +101,7 @@ def test_one_process(tmp_path: Path) -> None:
 
 
 def test_without_a_launcher(tmp_path: Path) -> None:
-    finish(
-        start_module("train_script", str(tmp_path), PYTHONPATH=f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}")
-    )
+    finish(start_module(SCRIPT.stem, str(tmp_path), PYTHONPATH=f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"))
     check(tmp_path, 1, False, "no")
 
 

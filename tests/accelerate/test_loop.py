@@ -10,8 +10,20 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DummyOptim, DummyScheduler
-from loops import NO_ADAM, Loop, Weight, assert_fails, data, fresh, make_accelerator, prepare, train, weights
-from ranks import RankGroup
+
+from support.accelerate_loops import (
+    NO_ADAM,
+    Loop,
+    Weight,
+    assert_fails,
+    data,
+    fresh,
+    make_accelerator,
+    prepare,
+    train,
+    weights,
+)
+from support.ranks import RankGroup
 
 PLUGINS: dict[str, dict[str, Any]] = {
     "stage 1": {"zero_stage": 1},

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from loops import NO_ADAM, Loop, assert_fails, fresh, make_accelerator, prepare, weights
-from ranks import RankGroup
-from test_cases import CASES, TwoLayers
 
 from requestzero import MicroBatch, RequestLoader, RequestZeROPlugin
+from support.accelerate_loops import NO_ADAM, Loop, assert_fails, fresh, make_accelerator, prepare, weights
+from support.ranks import RankGroup
+from support.recorded_windows import CASES, TwoLayers
 
 LR = 1 / 16
 CONFIGURATIONS = {

@@ -12,14 +12,14 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import patch_environment
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from loops import NO_ADAM, Loop, assert_fails, fresh, make_accelerator, prepare, reset, train
 from omegaconf import OmegaConf
-from ranks import RankGroup
 
 import requestzero.accelerate
 from requestzero import OverflowSettings, RequestZeROPlugin
 from requestzero.accelerate.engine_config import choose_sizes
 from requestzero.accelerate.launch import launched_sources, load_named, precision_config
+from support.accelerate_loops import NO_ADAM, Loop, assert_fails, fresh, make_accelerator, prepare, reset, train
+from support.ranks import RankGroup
 
 RETAIN = "retain_gpu_grad_partition_until_step"
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from loops import assert_fails, fresh
-from ranks import RankGroup
+
+from support.accelerate_loops import assert_fails, fresh
+from support.ranks import RankGroup
 
 SPLITS = ((1, 8), (2, 4), (4, 2))
 AUTO = {

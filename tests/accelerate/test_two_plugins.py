@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
-from loops import Loop, Weight, data, fresh, train
-from ranks import RankGroup
 
 from requestzero import RequestZeROPlugin
+from support.accelerate_loops import Loop, Weight, data, fresh, train
+from support.ranks import RankGroup
 
 STOCK = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
 

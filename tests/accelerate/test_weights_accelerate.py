@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from loops import NO_ADAM, Loop, assert_fails, data, fresh, prepare, weights
-from ranks import RankGroup
 
 from requestzero import MicroBatch
+from support.accelerate_loops import NO_ADAM, Loop, assert_fails, data, fresh, prepare, weights
+from support.ranks import RankGroup
 
 TOKEN = {"normalization": "token"}
 TOKENS = [[3, 1], [0, 2], [4, 0], [1, 5], [0, 0], [0, 0], [2, 2], [7, 1]]

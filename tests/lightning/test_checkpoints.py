@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_runs import Run, error_of, train
-from ranks import RankGroup
+
+from support.lightning_runs import Run, error_of, train
+from support.ranks import RankGroup
 
 MARKS: list[tuple[bool, bool | None]] = [
     (False, False),
@@ -109,7 +110,7 @@ def test_resume_at_an_epochs_end_and_after_validation(two_ranks: RankGroup, tmp_
 
 
 def collate(items: list[int]) -> dict[str, Any]:
-    from lightning_runs import batch_value
+    from support.lightning_runs import batch_value
 
     return {"x": sum(batch_value(item, 0) for item in items), "index": items[0]}
 
@@ -121,9 +122,9 @@ def no_loss(inputs: dict[str, Any]) -> dict[str, Any]:
 def train_on_requests(directory: str, ckpt_path: str | None = None) -> dict[str, Any]:
     """Train with the loader of this package: shuffled requests of 1 to 5 items, two to an update."""
     import torch
-    from lightning_runs import CurvedModel, ListLogger, Updates, build_trainer, optimizer_state, weights
 
     from requestzero import RequestLoader
+    from support.lightning_runs import CurvedModel, ListLogger, Updates, build_trainer, optimizer_state, weights
 
     torch.manual_seed(7)
     numbers = iter(range(100))
@@ -204,7 +205,7 @@ def test_save_on_exception_holds_the_last_update(two_ranks: RankGroup, tmp_path:
 
 def evaluate_again(path: str, root: str) -> list[Any]:
     """Validate, test and predict with the checkpoint, in a Trainer that has never trained, then train and test."""
-    from lightning_runs import ListLogger, Model, Stream, build_trainer, weights
+    from support.lightning_runs import ListLogger, Model, Stream, build_trainer, weights
 
     run = Run(options={"stage": 2}, trainer={"max_epochs": 4}, root=root)
     trainer = build_trainer(run, ListLogger(), [])
@@ -238,7 +239,7 @@ def test_evaluation_loads_the_weights(two_ranks: RankGroup, tmp_path: Path) -> N
 
 def evaluate_a_part() -> list[int]:
     """How many batches each loop takes of six."""
-    from lightning_runs import ListLogger, Model, Stream, build_trainer
+    from support.lightning_runs import ListLogger, Model, Stream, build_trainer
 
     limits = {"limit_val_batches": 1, "limit_test_batches": 2, "limit_predict_batches": 0.5}
     run = Run(trainer={**limits, "accumulate": 4}, batches=4)

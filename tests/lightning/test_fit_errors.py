@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning_runs import ListLogger, Model, Run, Stream, build_trainer, error_of, train
-from ranks import RankGroup
+
+from support.lightning_runs import ListLogger, Model, Run, Stream, build_trainer, error_of, train
+from support.ranks import RankGroup
 
 
 class WithScheduler(Model):
@@ -145,7 +146,7 @@ def test_training_step_that_returns_none(one_rank: RankGroup) -> None:
     some = one_rank.run(fit, ReturnsNone, Run(batches=4, trainer={"accumulate": 4}, schedule=False))[0]
     assert some["error"] == ""
     assert some["global_step"] == 1
-    from lightning_runs import batch_value
+    from support.lightning_runs import batch_value
 
     mean = (batch_value(0, 0) + batch_value(2, 0)) / 2
     start = torch.tensor([0.0, 1.0, 2.0, -2.0, -1.0, 0.0, 1.0, 2.0])
@@ -153,7 +154,7 @@ def test_training_step_that_returns_none(one_rank: RankGroup) -> None:
 
 
 def test_loader_that_yields_none(one_rank: RankGroup) -> None:
-    from lightning_runs import batch_value
+    from support.lightning_runs import batch_value
 
     result = one_rank.run(fit, Model, Run(batches=5, trainer={"accumulate": 2}, schedule=False), LeavesOneOut)[0]
     assert result["error"] == ""

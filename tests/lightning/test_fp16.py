@@ -6,8 +6,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from lightning_runs import Run, train
-from ranks import RankGroup
+
+from support.lightning_runs import Run, train
+from support.ranks import RankGroup
 
 
 def train_in_fp16(run: Run) -> dict[str, Any]:

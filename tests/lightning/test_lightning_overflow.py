@@ -9,10 +9,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_runs import Run, batch_value, error_of, train
-from ranks import RankGroup
 
 from requestzero.probe.counters import Operators
+from support.lightning_runs import Run, batch_value, error_of, train
+from support.ranks import RankGroup
 
 CHECK = {"check_grad_overflow": True}
 DROP = {**CHECK, "on_overflow": "drop_request"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lightning_runs import Run, train
-from ranks import RankGroup
+
+from support.lightning_runs import Run, train
+from support.ranks import RankGroup
 
 # 3 epochs of 12 batches: full windows for 1, 3 and 4.
 EPOCHS = 3

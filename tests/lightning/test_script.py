@@ -6,9 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripts import finish, start
 
-SCRIPT = Path(__file__).with_name("train_script.py")
+from support import lightning_script
+from support.scripts import finish, start
+
+SCRIPT = Path(lightning_script.__file__)
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("object", 2), ("request_zero_1", 1)])

@@ -6,9 +6,10 @@ import re
 from typing import Any
 
 import pytest
-from lightning_runs import Run, batch_value, batch_weight, error_of, train
-from ranks import RankGroup
 from test_windows import LR, MARKED, MOMENTUM, START
+
+from support.lightning_runs import Run, batch_value, batch_weight, error_of, train
+from support.ranks import RankGroup
 
 TOKEN = {"normalization": "token"}
 

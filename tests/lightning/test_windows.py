@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_runs import Run, batch_value, error_of, train
-from ranks import RankGroup
+
+from support.lightning_runs import Run, batch_value, error_of, train
+from support.ranks import RankGroup
 
 START = [0.0, 1.0, 2.0, -2.0, -1.0, 0.0, 1.0, 2.0]
 LR, MOMENTUM = 0.5, 0.5

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from scripts import finish, start_module
+
+from support.scripts import finish, start_module
 
 PARAMETERS = 2 * 32 * 32
 PARTITION = 4 * PARAMETERS // 2

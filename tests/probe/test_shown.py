@@ -8,7 +8,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from made_up import PARTITION, made_up_result
 from PIL import Image
 from rich.console import Console
 
@@ -17,6 +16,7 @@ from requestzero.probe.figure import svg_text, write_figures
 from requestzero.probe.files import write_csv, write_json
 from requestzero.probe.page import write_page
 from requestzero.probe.table import print_tables, tables
+from support.made_up_result import PARTITION, made_up_result
 
 
 def terminal(columns: list[str] | None = None) -> str:

@@ -1,7 +1,7 @@
 """What DeepSpeed's own optimizers do to gradients on request boundaries, read from a config.
 
 Written for DeepSpeed 0.19.8, whose ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and
-``runtime/bf16_optimizer.py`` it follows. ``tests/package/test_stock_losses.py`` runs these against each other,
+``runtime/bf16_optimizer.py`` it follows. ``tests/doctor/test_stock_losses.py`` runs these against each other,
 Muon aside: its updates are orthogonalized, so that a test by values cannot tell the sums apart.
 """
 

@@ -1,0 +1,192 @@
+"""Every way in which overflow options can be given, each building an engine with them (on this rank).
+
+A *door* takes options by their own names and the precision, and yields the engine that they reach.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+
+from requestzero import OverflowSettings, RequestZeROPlugin
+from requestzero.config.overflow_rules import LOSS_SCALE_KEYS
+from support import accelerate_loops as loops
+from support import lightning_runs
+from support.windows import Fp16OnCpu, Setup, build
+
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-true", "fp16": "16-true"}
+MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+Door = Callable[[dict[str, Any], str], Any]
+
+
+def in_deepspeed(options: dict[str, Any], precision: str) -> dict[str, Any]:
+    """The options in their places in a DeepSpeed config: upstream's where it has one."""
+    config: dict[str, Any] = {}
+    for name, value in options.items():
+        section = "fp16" if name in LOSS_SCALE_KEYS else "overflow"
+        if name == "check_grad_overflow" and precision == "bf16":
+            section = "bf16"
+        config.setdefault(section, {})[name] = value
+    return config
+
+
+def enabled(options: dict[str, Any], precision: str) -> dict[str, Any]:
+    config = in_deepspeed(options, precision)
+    if precision != "fp32":
+        config.setdefault(precision, {})["enabled"] = True
+    return config
+
+
+def initialize(options: dict[str, Any], precision: str) -> Any:
+    return build(Setup(config=enabled(options, precision)))
+
+
+def lightning(precision: str, **arguments: Any) -> Any:
+    run = lightning_runs.Run(batches=1, schedule=False)
+    trainer = lightning_runs.build_trainer(
+        lightning_runs.Run(options=arguments, trainer={"precision": PRECISIONS[precision]}),
+        lightning_runs.ListLogger(),
+        [],
+    )
+    trainer.fit(lightning_runs.Model(run), lightning_runs.Stream(run))
+    return trainer.strategy.engine
+
+
+def hydra(options: dict[str, Any], precision: str) -> Any:
+    """What the Lightning recipe builds of its command, without its data and model."""
+    from hydra import compose, initialize_config_module
+
+    from requestzero.recipes.config_check import config_problems, zero_settings
+    from requestzero.recipes.config_schema import register_schema
+
+    register_schema()
+    with initialize_config_module("requestzero.configs", version_base="1.3"):
+        # The test's model gives no weights.
+        own = [f"precision={precision}", "zero=stage2", "zero.normalization=mean"]
+        cfg = compose(
+            "lightning_sft", overrides=[*own, *(f"overflow.{name}={value}" for name, value in options.items())]
+        )
+    problems = [problem for problem in config_problems(cfg) if problem.startswith("overflow.")]
+    if problems:
+        raise ValueError("\n".join(problems))
+    return lightning(precision, **vars(zero_settings(cfg)))
+
+
+def accelerate(precision: str, environment: dict[str, str] | None = None, **arguments: Any) -> Any:
+    with loops.fresh(**environment or {}):
+        accelerator = Accelerator(
+            deepspeed_plugin=RequestZeROPlugin(**arguments), mixed_precision=None if environment else MIXED[precision]
+        )
+        model = loops.Weight()
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        return accelerator.deepspeed_engine_wrapped.engine
+
+
+def accelerate_file(options: dict[str, Any], precision: str) -> Any:
+    path = Path(tempfile.mkdtemp()) / "ds.yaml"
+    path.write_text(json.dumps(in_deepspeed(options, precision)))
+    environment = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path), "ACCELERATE_MIXED_PRECISION": MIXED[precision]}
+    return accelerate(precision, environment)
+
+
+def transformers_trainer(options: dict[str, Any], precision: str) -> Any:
+    from transformers import Trainer
+
+    from requestzero.transformers import RequestZeROTrainingArguments
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"batch": torch.ones(loops.WIDTH)}
+
+    class Model(loops.Weight):
+        def forward(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": super().forward(batch.to(self.weight.dtype))}
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, **enabled(options, precision)}
+    with loops.fresh():
+        args = RequestZeROTrainingArguments(
+            output_dir=tempfile.mkdtemp(),
+            deepspeed=config,
+            max_steps=1,
+            per_device_train_batch_size=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            bf16=precision == "bf16",
+            fp16=precision == "fp16",
+        )
+        trainer = Trainer(Model(), args, train_dataset=Rows())
+        trainer.train()
+        return trainer.deepspeed
+
+
+DOORS: dict[str, Door] = {
+    "initialize": initialize,
+    "Lightning argument": lambda options, precision: lightning(precision, overflow=options),
+    "Lightning object": lambda options, precision: lightning(precision, overflow=OverflowSettings(**options)),
+    "Lightning config": lambda options, precision: lightning(precision, config=in_deepspeed(options, precision)),
+    "Hydra": hydra,
+    "Accelerate argument": lambda options, precision: accelerate(precision, overflow=options),
+    "Accelerate options": lambda options, precision: accelerate(precision, options={"overflow": options}),
+    "Accelerate config": lambda options, precision: accelerate(
+        precision, hf_ds_config=in_deepspeed(options, precision)
+    ),
+    "Accelerate file": accelerate_file,
+    "Trainer": transformers_trainer,
+}
+
+Effective = dict[str, Any]
+
+
+def effective(engine: Any) -> Effective:
+    """What the engine goes by."""
+    scaler = engine.optimizer.loss_scaler
+    names = ("dynamic", "cur_scale", "scale_window", "delayed_shift", "consecutive_hysteresis", "min_scale")
+    return {
+        "options": engine.options.overflow,
+        "check": engine.optimizer.check_grad_overflow,
+        "scaler": {name: getattr(scaler, name, None) for name in names},
+    }
+
+
+@contextmanager
+def own_environment() -> Iterator[None]:
+    """What a launcher gives a rank; Lightning takes ``WORLD_SIZE`` out when a run is over."""
+    rank, ranks = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+    with patch.dict(os.environ, {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}):
+        yield
+
+
+def through(door: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Effective]:
+    """By case: ``(precision, options)`` taken through the door."""
+    found = {}
+    for name, (precision, options) in cases.items():
+        with Fp16OnCpu(), own_environment():
+            engine = DOORS[door](options, precision)
+            found[name] = effective(engine)
+            engine.destroy()
+    return found
+
+
+def refusal(door: str, options: dict[str, Any], precision: str) -> str:
+    """What the door says of options that cannot be meant together."""
+    with Fp16OnCpu(), own_environment():
+        try:
+            DOORS[door](options, precision)
+        except ValueError as error:
+            return str(error)
+    return "nothing was raised"

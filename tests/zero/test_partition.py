@@ -1,0 +1,305 @@
+"""fp32 accumulation on a 16-bit model: precision, where the partition lives, copies, and what users read and write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from requestzero.probe.counters import Allocations, Operators
+from support.ranks import RankGroup
+from support.windows import Fp16OnCpu, Micro, Setup, backward, build, masters
+
+ALL = (True,) * 5
+FP32_SUM = {"model": "bf16", "accum": "fp32"}
+
+
+class OneWeight(torch.nn.Module):
+    """Gradient of the weight = the input; ``size`` elements."""
+
+    checkpointing = "none"
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def feed(engine: Any, value: float, request_end: bool = True) -> None:
+    engine.set_gradient_accumulation_boundary(request_end)
+    weight = engine.module.weight
+    engine.backward(engine(torch.full_like(weight, value)))
+
+
+def full_grad(engine: Any) -> torch.Tensor:
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad(engine.module.weight).detach().cpu().clone()
+
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+def mean_of_two_ranks(setup: Setup, move_states: bool) -> tuple[torch.Tensor, list[torch.dtype]]:
+    import deepspeed.comm as dist
+
+    engine = build(setup, model=OneWeight())
+    feed(engine, 1.0 if dist.get_rank() == 0 else 1.0078125)
+    optimizer = engine.optimizer
+    if move_states:
+        engine.offload_states(pin_memory=False)
+        engine.reload_states()
+    stored = [optimizer.resident_partition(0), getattr(optimizer, "grads_in_partition", None)]
+    stored.append(optimizer.all_grad_tensors.get(0))
+    dtypes = [t.dtype for t in stored if isinstance(t, torch.Tensor)]
+    assert not isinstance(stored[2], list), "a second copy of the partition, in the model's dtype"
+    result = full_grad(engine)
+    engine.destroy()
+    return result, dtypes
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("move_states", [False, True])
+def test_fp32_reduction_keeps_what_bf16_would_round(
+    two_ranks: RankGroup, stage: int, offload: bool, contiguous: bool, move_states: bool
+) -> None:
+    setup = Setup(
+        stage=stage,
+        offload=offload,
+        **FP32_SUM,
+        zero={"contiguous_gradients": contiguous},
+        retain=True,
+        config={"communication_data_type": "fp32"},
+    )
+    for grad, dtypes in two_ranks.run(mean_of_two_ranks, setup, move_states):
+        assert torch.equal(grad, torch.full((8,), 1.00390625))
+        assert dtypes == [torch.float32], "the partition is stored once, in fp32"
+
+
+def window_error(setup: Setup, requestzero: bool = True) -> float:
+    """Largest relative error of a window of 16 micro-batches of one request, read before the step."""
+    engine = build(setup, requestzero, model=OneWeight(64))
+    dtype = engine.module.weight.dtype
+    generator = torch.Generator().manual_seed(3)
+    exact = torch.zeros(64, dtype=torch.float64)
+    for i in range(16):
+        x = (1 + torch.rand(64, generator=generator)).to(dtype)
+        exact += x.double()
+        engine.set_gradient_accumulation_boundary(i == 15)
+        engine.backward(engine(x.to(engine.device)))
+    error = ((full_grad(engine).double() - exact) / exact).abs().max().item()
+    engine.destroy()
+    return error
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_precision_of_a_long_window(two_ranks: RankGroup, stage: int) -> None:
+    error = two_ranks.run(window_error, Setup(stage=stage, offload=True, **FP32_SUM))[0]
+    # fp32 sums of 16 bf16 values between 1 and 2: at most a few units in the last place of fp32.
+    assert error < 1e-6
+    assert two_ranks.run(window_error, Setup(stage=stage, offload=True, model="bf16", accum="bf16"))[0] > 1e-3
+
+
+def test_stock_stage_1_rounds_the_window_to_bf16(two_ranks: RankGroup) -> None:
+    """The default reduction dtype matters: DeepSpeed's own stage 1 loses what fp32 accumulation has kept."""
+    assert two_ranks.run(window_error, Setup(stage=1, offload=True, **FP32_SUM), requestzero=False)[0] > 1e-3
+
+
+def test_the_users_communication_dtype_wins(two_ranks: RankGroup) -> None:
+    setup = Setup(stage=1, offload=True, **FP32_SUM, config={"communication_data_type": "bf16"})
+    assert two_ranks.run(window_error, setup)[0] > 1e-3
+
+
+def optimizer_class(setup: Setup) -> str:
+    engine = build(setup)
+    name = type(engine.optimizer).__name__
+    engine.destroy()
+    return name
+
+
+def test_stage_1_bf16_with_fp32_accumulation_uses_this_optimizer(one_rank: RankGroup) -> None:
+    assert one_rank.run(optimizer_class, Setup(stage=1, **FP32_SUM)) == ["RequestZeROOptimizer"]
+
+
+# --- release and restore --------------------------------------------------------------------------------------------
+
+
+def bytes_over_a_window(setup: Setup) -> tuple[list[int], int, list[torch.Tensor]]:
+    engine = build(setup)
+    held = []
+    for i, end in enumerate((False, True, False, True)):
+        backward(engine, Micro(ALL, i, end))
+        held.append(engine.grad_partition_bytes())
+    engine.step()
+    held.append(engine.grad_partition_bytes())
+    for seed in range(3):
+        backward(engine, Micro(ALL, seed))
+    engine.step()
+    result = (held, engine.peak_grad_partition_bytes, masters(engine))
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_partition_is_released_between_requests_or_retained(two_ranks: RankGroup, stage: int) -> None:
+    partition = 4 * 38  # bytes in fp32: 76 elements over two ranks
+    released = two_ranks.run(bytes_over_a_window, Setup(stage=stage, offload=True, **FP32_SUM))[0]
+    retained = two_ranks.run(bytes_over_a_window, Setup(stage=stage, offload=True, **FP32_SUM, retain=True))[0]
+    inside = partition if stage == 2 else 0  # stage 1 reduces at the request's end only
+    assert released[0] == [inside, 0, inside, 0, 0]
+    assert retained[0] == [inside, partition, partition, partition, 0]
+    assert released[1] == retained[1] == partition
+    assert all(torch.equal(a, b) for a, b in zip(released[2], retained[2], strict=True)), "the weights must not differ"
+
+
+SIZE = 2**20
+
+
+def copies_and_memory(setup: Setup, requestzero: bool, ends: list[bool]) -> list[tuple[int, int]]:
+    """After every backward of a window: its copies into the host gradient, and the bytes kept since the window began.
+
+    Measured on what operators allocate, whoever holds it: on the CPU, buffers on the device and on the host alike.
+    """
+    with Fp16OnCpu():
+        engine = build(setup, requestzero, model=OneWeight(SIZE))
+        host = engine.optimizer.single_partition_of_fp32_groups[0].grad
+        seen, allocations = [], Allocations()
+        for end in ends:
+            engine.set_gradient_accumulation_boundary(end)
+            x = torch.ones_like(engine.module.weight)
+            with Operators([host]) as operators, allocations:
+                engine.backward(engine(x))
+            seen.append((operators.copies_into_destinations, allocations.bytes_in_use))
+        engine.step()
+        assert allocations.bytes_in_use == 0 or not requestzero
+        engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_default_accumulation_keeps_no_buffer_and_copies_once(one_rank: RankGroup, stage: int, dtype: str) -> None:
+    setup = Setup(stage=stage, offload=True, model=dtype, accum=dtype)
+    # One backward of 1,048,576 values: no partition-sized buffer on the device, none on the host.
+    assert one_rank.run(copies_and_memory, setup, True, [True]) == [[(1, 0)]]
+    assert one_rank.run(copies_and_memory, setup, True, [True, True, True]) == [[(1, 0)] * 3]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_stock_keeps_an_auxiliary_buffer_after_two_backwards(one_rank: RankGroup, dtype: str) -> None:
+    setup = Setup(stage=2, offload=True, model=dtype, accum=dtype)
+    assert one_rank.run(copies_and_memory, setup, True, [False, True]) == [[(1, 0), (1, 0)]]
+    stock = one_rank.run(copies_and_memory, setup, False, [False, True])[0]
+    assert stock == [(0, 2 * SIZE), (1, 2 * SIZE)], "this can fail: DeepSpeed's own optimizer keeps a buffer"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_fp32_accumulation_releases_its_partition_at_request_ends(one_rank: RankGroup, stage: int) -> None:
+    setup = Setup(stage=stage, offload=True, **FP32_SUM)
+    seen = one_rank.run(copies_and_memory, setup, True, [False, True, False, True])[0]
+    assert [copies for copies, _ in seen] == [0, 1, 0, 1]
+    assert [kept for _, kept in seen[1::2]] == [0, 0]
+    if stage == 2:  # stage 1 keeps the open request's own gradients and its reduction bucket
+        assert [kept for _, kept in seen[0::2]] == [4 * SIZE, 4 * SIZE]
+
+
+def test_retained_or_stock_partitions_stay_until_the_step(one_rank: RankGroup) -> None:
+    ends = [False, True, False, True]
+    retained = one_rank.run(copies_and_memory, Setup(offload=True, **FP32_SUM, retain=True), True, ends)[0]
+    stock = one_rank.run(copies_and_memory, Setup(offload=True, **FP32_SUM), False, ends)[0]
+    assert [kept for _, kept in retained] == [4 * SIZE] * 4
+    assert [kept for _, kept in stock] == [4 * SIZE] * 4, "this can fail: DeepSpeed's own optimizer releases nothing"
+
+
+# --- gradients set by the user --------------------------------------------------------------------------------------
+
+
+def set_between_requests(setup: Setup, last: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Sum 1, set to 5, then (unless ``last``) another request of 2."""
+    from deepspeed.utils import safe_set_full_grad
+
+    engine = build(setup, model=OneWeight())
+    feed(engine, 1.0)
+    safe_set_full_grad(engine.module.weight, torch.full((8,), 5.0, device=engine.device))
+    if not last:
+        feed(engine, 2.0)
+    read = full_grad(engine)
+    engine.step()
+    norm = float(engine.get_global_grad_norm())
+    update = masters(engine)[0] * -16
+    engine.destroy()
+    return read, update, norm
+
+
+@pytest.mark.parametrize("accum", ["bf16", "fp32"])
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_gradient_set_between_requests_is_kept(
+    two_ranks: RankGroup, stage: int, offload: bool, retain: bool, accum: str, last: bool
+) -> None:
+    setup = Setup(stage=stage, offload=offload, model="bf16", accum=accum, retain=retain)
+    wanted = 5.0 if last else 7.0
+    for read, update, norm in two_ranks.run(set_between_requests, setup, last):
+        assert torch.equal(read, torch.full((8,), wanted))
+        assert torch.equal(update, torch.full((8,), wanted))
+        assert norm == pytest.approx(wanted * 8**0.5, rel=1e-6)
+
+
+def absent_parameter_reads_zero(setup: Setup) -> list[torch.Tensor]:
+    from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+    engine = build(setup)
+    backward(engine, Micro(ALL, 1))
+    engine.step()
+    before = masters(engine)
+    backward(engine, Micro((True, False, True, True, True), 2))
+    params = list(engine.module.parameters())
+    read = [safe_get_full_grad(params[1]).cpu().clone()]
+    safe_set_full_grad(params[1], torch.full_like(params[1], 3.0, dtype=torch.float32))
+    backward(engine, Micro((True, False, True, True, True), 3))
+    engine.step()
+    read.append((before[1] - masters(engine)[1]) * 16)
+    engine.destroy()
+    return read
+
+
+@pytest.mark.parametrize("accum", ["bf16", "fp32"])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_absent_parameter_has_a_zero_gradient_that_can_be_set(
+    two_ranks: RankGroup, stage: int, offload: bool, accum: str
+) -> None:
+    for zero, applied in two_ranks.run(
+        absent_parameter_reads_zero, Setup(stage=stage, offload=offload, model="bf16", accum=accum)
+    ):
+        assert not zero.any()
+        assert torch.equal(applied, torch.full_like(applied, 3.0))
+
+
+def round_robin_weights(setup: Setup) -> tuple[list[float], list[float]]:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    module = torch.nn.Module()
+    module.checkpointing = "none"
+    for i in range(4):
+        module.register_parameter(f"p{i}", torch.nn.Parameter(torch.full((4,), float(i + 1))))
+    engine = build(setup, model=module)
+    params = list(engine.module.parameters())
+    read = [safe_get_full_fp32_param(p)[0].item() for p in params]
+    safe_set_full_fp32_param(params[1], torch.full((4,), 20.0))
+    written = [safe_get_full_fp32_param(p)[0].item() for p in params]
+    engine.destroy()
+    return read, written
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_master_weights_under_round_robin(two_ranks: RankGroup, offload: bool) -> None:
+    setup = Setup(offload=offload, zero={"round_robin_gradients": True})
+    assert two_ranks.run(round_robin_weights, setup) == [([1, 2, 3, 4], [1, 20, 3, 4])] * 2

@@ -1,0 +1,237 @@
+"""The order of copies, events and waits on a device with streams, recorded on the CPU with a stand-in accelerator.
+
+No arithmetic depends on it here; what is checked is that every copy that runs behind the host's back is followed by an
+event, and that whatever would collide with the copy waits for that event first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support.ranks import RankGroup
+from support.windows import Micro, Setup, backward, build
+
+ALL = (True,) * 5
+
+
+class Stream:
+    """Stands for a stream; it asks an event or another stream to be waited for."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._log, self._name = recorder.log, name
+
+    def __str__(self) -> str:
+        return self._name
+
+    def wait_event(self, event: Any) -> None:
+        self._log.append(f"wait on {self} for {event}")
+
+    def wait_stream(self, stream: Any) -> None:
+        self._log.append(f"wait on {self} for {stream}")
+
+
+class Event:
+    def __init__(self, recorder: Recorder) -> None:
+        self._log, self._stream = recorder.log, ""
+
+    def __str__(self) -> str:
+        return f"event on {self._stream}"
+
+    def record(self, stream: Any) -> None:
+        self._stream = str(stream)
+        self._log.append(str(self))
+
+    def synchronize(self) -> None:
+        self._log.append("host waits")
+
+
+class Recorder(TorchDispatchMode):
+    """Logs what happens to partitions and host gradients, and what the stand-ins for stream and event are asked.
+
+    Args:
+        host: the host gradients. A partition is what has as many elements as one of them, in fp32.
+    """
+
+    def __init__(self, host: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self._host = {t.untyped_storage().data_ptr() for t in host}
+        self._sizes = {t.numel() for t in host}
+        self._partitions: set[int] = set()
+        self.stream: Any = Stream(self, "main")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        if name == "aten.copy_":
+            into, source = (t.untyped_storage().data_ptr() in self._host for t in args[:2])
+            if into or source:
+                self._note("publish" if into else "restore")
+        if name == "aten.add_" and args[0].untyped_storage().data_ptr() in self._partitions:
+            self._note("add")
+        result = func(*args, **(kwargs or {}))
+        if name == "aten.empty" and result.dtype == torch.float32 and result.numel() in self._sizes:
+            self._note("allocate")
+            self._partitions.add(result.untyped_storage().data_ptr())
+            weakref.finalize(result, self._note, "free")
+        return result
+
+    def _note(self, what: str) -> None:
+        self.log.append(f"{what} on {self.stream}")
+
+    @contextmanager
+    def current(self, stream: Any) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    @contextmanager
+    def accelerator(self) -> Iterator[None]:
+        """While the block runs, the accelerator has streams, and this records."""
+        from deepspeed.accelerator import get_accelerator
+
+        kind = type(get_accelerator())
+        with (
+            patch.object(kind, "resolves_data_dependency", lambda _: False),
+            patch.object(kind, "is_pinned", lambda _, tensor: True),
+            patch.object(kind, "Event", lambda _: Event(self)),
+            patch.object(kind, "Stream", lambda _: Stream(self, "traffic")),
+            patch.object(kind, "stream", lambda _, stream: self.current(stream)),
+            patch.object(kind, "current_stream", lambda _, index=None: self.stream),
+            patch.object(torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("kept alive")),
+            self,
+        ):
+            yield
+
+
+@contextmanager
+def recorded_engine(setup: Setup, requestzero: bool = True) -> Iterator[tuple[Any, list[str]]]:
+    """An engine and the log of what it does, without the reduction's own events."""
+    engine = build(setup, requestzero)
+    recorder = Recorder([p.grad for p in engine.optimizer.single_partition_of_fp32_groups])
+    # The buckets have producer and reuse events of their own.
+    no_bucket_events = patch.object(type(engine.optimizer), "_record_bucket_producer", lambda self, bucket: None)
+    try:
+        with no_bucket_events, recorder.accelerator():
+            yield engine, recorder.log
+    finally:
+        engine.destroy()
+
+
+def recorded(setup: Setup, ends: list[bool], requestzero: bool = True) -> list[list[str]]:
+    """Per backward, then for the step: what happened."""
+    parts = []
+    with recorded_engine(setup, requestzero) as (engine, log):
+        for seed, end in enumerate(ends):
+            backward(engine, Micro(ALL, seed, end))
+            parts.append(log[:])
+            log.clear()
+        engine.step()
+        parts.append(log[:])
+    return parts
+
+
+def order(log: list[str], *kinds: str) -> list[str]:
+    """The entries of these kinds, without their stream."""
+    return [kind for entry in log if (kind := entry.split(" on ")[0]) in kinds]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_release_and_restore_are_ordered(one_rank: RankGroup, stage: int) -> None:
+    setup = Setup(stage=stage, offload=True, model="bf16", accum="fp32")
+    first, second, step = one_rank.run(recorded, setup, [True, True])[0]
+    # The freed partition stays allocated until its copy is done, and an event marks that copy.
+    tail = order(first, "publish", "kept alive", "event")
+    assert tail[tail.index("publish") :] == ["publish", "kept alive", "event"]
+    # The partition comes back while the host goes on, after the publication and after whoever had its memory.
+    assert [entry for entry in second if not entry.startswith("host waits")][:5] == [
+        "allocate on main",
+        "wait on traffic for main",
+        "wait on traffic for event on main",
+        "restore on traffic",
+        "event on traffic",
+    ]
+    adding, ready = second.index("add on main"), second.index("wait on main for event on traffic")
+    assert ready < adding, "nothing is added before the copy is done"
+    copies = order(second, "publish", "restore", "add")
+    assert copies.count("publish") == copies.count("restore") == 1
+    assert copies[-1] == "publish"
+    assert order(step, "host waits") == ["host waits"], "the optimizer reads the host gradient after the last copy"
+
+
+def without_pinned_memory(setup: Setup) -> list[str]:
+    from deepspeed.accelerator import get_accelerator
+
+    with recorded_engine(setup) as (engine, log), patch.object(type(get_accelerator()), "is_pinned", lambda *_: False):
+        backward(engine, Micro(ALL, 1))
+        log.clear()
+        backward(engine, Micro(ALL, 2))
+        return log[:]
+
+
+def test_without_pinned_memory_the_first_bucket_restores(one_rank: RankGroup) -> None:
+    """A copy from there would hold up the host, and is staged before a stream could wait."""
+    setup = Setup(offload=True, model="bf16", accum="fp32")
+    second = one_rank.run(without_pinned_memory, setup)[0]
+    assert second.index("host waits") < second.index("restore on main") < second.index("add on main")
+    assert "restore on traffic" not in second
+
+
+def after_a_forward(setup: Setup, then: str) -> list[str]:
+    """A request, the forward of another one whose backward does not come, and what is done ``then``."""
+    from deepspeed.utils import safe_get_full_grad
+
+    with recorded_engine(setup) as (engine, log):
+        backward(engine, Micro(ALL, 1))
+        log.clear()
+        dtype = next(engine.module.parameters()).dtype
+        loss = engine(torch.ones(4, dtype=dtype), torch.ones(6, dtype=dtype), ALL)
+        assert log[-1] == "event on traffic"
+        log.clear()
+        if then == "load":
+            engine.optimizer.load_state_dict([engine.optimizer.state_dict()])
+        elif then == "read":
+            safe_get_full_grad(next(engine.module.parameters()))
+        elif then == "end":
+            # Both groups are back; this backward, of a request of its own, reaches only one of them.
+            del loss
+            backward(engine, Micro((True, False, True, False, True), 2))
+        else:
+            getattr(engine, then)()
+        return log[:]
+
+
+@pytest.mark.parametrize("then", ["zero_grad", "step", "load", "end", "offload_states", "read"])
+def test_a_copy_under_way_is_waited_for(one_rank: RankGroup, then: str) -> None:
+    """Before its memory is used anew, moved or read."""
+    setup = Setup(offload=True, model="bf16", accum="fp32", groups=2)
+    log = one_rank.run(after_a_forward, setup, then)[0]
+    waits = log.index("wait on main for event on traffic")
+    if then in ("zero_grad", "step", "load", "end"):
+        assert waits < log.index("free on main")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("model", "accum"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+def test_the_host_waits_once_per_backward(one_rank: RankGroup, stage: int, model: str, accum: str) -> None:
+    setup = Setup(stage=stage, offload=True, model=model, accum=accum)
+    parts = one_rank.run(recorded, setup, [True, True, True])[0]
+    assert [part.count("host waits") for part in parts] == [0, 1, 1, 1]
+    for part in parts[:-1]:
+        assert len(order(part, "event")) >= len(order(part, "publish")) > 0
+
+
+def test_stock_waits_for_every_parameter(one_rank: RankGroup) -> None:
+    """The recording can see the difference: DeepSpeed's own optimizer waits once per parameter."""
+    setup = Setup(stage=2, offload=True, model="bf16", accum="bf16")
+    parts = one_rank.run(recorded, setup, [False, False, True], False)[0]
+    assert [part.count("host waits") for part in parts[1:3]] == [len(ALL), len(ALL)]
