@@ -56,7 +56,7 @@ wheel: $(STAMP)  ## dist/requestzero-*.whl
 	$(RUN) build --wheel --no-isolation --outdir dist .
 
 docs: $(STAMP)  ## rewrite the table of options in README.md
-	$(RUN) requestzero.config.options_table README.md
+	$(RUN) requestzero.config.reference_table README.md
 
 setup: $(STAMP)  ## create .venv only
 

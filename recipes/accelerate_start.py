@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from requestzero.config.settings import PRECISIONS
+from requestzero.config.precision import PRECISIONS
 from requestzero.recipes.config_check import zero_settings
 
 if TYPE_CHECKING:

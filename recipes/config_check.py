@@ -14,8 +14,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from requestzero.config.overflow_rules import contradictions
-from requestzero.config.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
+from requestzero.config.precision import PRECISIONS
+from requestzero.config.rules import contradictions
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.recipes.config_schema import RecipeConfig
 from requestzero.recipes.devices import choose_devices, count_gpus
 

@@ -10,7 +10,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from requestzero.config.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
+from requestzero.config.precision import PRECISIONS
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.planning.budget import LAYOUTS
 
 

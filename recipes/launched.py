@@ -13,9 +13,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from requestzero.config.overflow_config import overflow_of
-from requestzero.config.overflow_rules import contradictions
-from requestzero.config.settings import PRECISIONS
+from requestzero.config.precision import PRECISIONS
+from requestzero.config.rules import contradictions
+from requestzero.config.translation import overflow_of
 
 RESOLVER = "launched"
 SHOWN = {"stage", "offload_optimizer", "retain_gpu_grad_partition_until_step", "grad_accum_dtype"}
@@ -67,11 +67,11 @@ def launch_problems(cfg: Any) -> Iterator[str]:
 def _overflow_problems(cfg: Any) -> Iterator[str]:
     """Overflow options of the DeepSpeed file that the configuration contradicts."""
     from requestzero.accelerate.launch import PRECISION_PLACE, launched_sources
-    from requestzero.accelerate.sources import merge_sources
+    from requestzero.config.merge import merge
 
     precision = PRECISIONS.get(cfg.precision.mode)
     sources = [source for source in launched_sources(os.environ) if not source.place.startswith(PRECISION_PLACE)]
-    said = overflow_of(merge_sources(sources), precision)
+    said = overflow_of(merge(*sources), precision)
     given = {key: value for key, value in cfg.overflow.items() if value is not None}
     for key, value in given.items():
         if said.get(key, value) != value:
@@ -90,9 +90,10 @@ def _problem(key: str, value: Any, launched_value: Any) -> str:
 def _said() -> dict[str, Any]:
     """What was said; keys about which nobody has said anything are missing."""
     from requestzero.accelerate.launch import launched_precision, launched_sources
-    from requestzero.accelerate.sources import look_up, merge_sources
+    from requestzero.config.merge import merge
+    from requestzero.config.nested import look_up
 
-    config = merge_sources(launched_sources(os.environ))
+    config = merge(*launched_sources(os.environ))
     device = look_up(config, "zero_optimization.offload_optimizer.device")
     keys = ("zero_optimization.stage", "zero_optimization.retain_gpu_grad_partition_until_step")
     stage, retain = (look_up(config, key) for key in keys)

@@ -6,7 +6,6 @@ configuration. Here every override is looked at by itself, then the configuratio
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from requestzero.config.suggestion import closest
 from requestzero.recipes.config_check import config_problems
 from requestzero.recipes.config_schema import register_schema
 from requestzero.recipes.devices import choose_devices
@@ -193,10 +193,9 @@ def _kind(cfg: DictConfig, key: str) -> str:
 
 
 def _nearest(given: str, known: Sequence[str]) -> str:
-    """A hint at the known name with the same last part, else at the one that is spelt most like it."""
-    same_leaf = [name for name in known if name.rpartition(".")[2] == given.rpartition(".")[2]]
-    close = same_leaf[:1] or difflib.get_close_matches(given, known, n=1, cutoff=0.5)
-    return f" Nearest: {close[0]}." if close else ""
+    """Return a hint at the known name that is most like ``given``, for the end of a message."""
+    found = closest(given, known)
+    return "" if found is None else f" Nearest: {found}."
 
 
 def _shown(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from requestzero.config.overflow_rules import contradictions
+from requestzero.config.rules import contradictions
 from requestzero.config.settings import OverflowSettings
 from support.overflow_front_ends import DOORS, Effective, refusal, through
 from support.ranks import RankGroup

@@ -10,7 +10,7 @@ from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
 from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 
-from requestzero.config.deepspeed_keys import REMOVED_KEYS, SECTION_KEYS, TOP_LEVEL_KEYS, check_top_level_keys
+from requestzero.config.keys import REMOVED_KEYS, SECTION_KEYS, TOP_LEVEL_KEYS, check_top_level_keys
 
 
 class Recording(dict[str, Any]):

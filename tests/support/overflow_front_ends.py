@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from requestzero import OverflowSettings, RequestZeROPlugin
-from requestzero.config.overflow_rules import LOSS_SCALE_KEYS
+from requestzero.config.rules import LOSS_SCALE_KEYS
 from support import accelerate_loops as loops
 from support import lightning_runs
 from support.windows import Fp16OnCpu, Setup, build

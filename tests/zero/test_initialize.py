@@ -13,9 +13,10 @@ import torch
 from omegaconf import OmegaConf
 
 import requestzero
-from requestzero.config.deepspeed_config import load_config, merge_configs, settings_to_config
-from requestzero.config.overflow_config import overflow_to_config
+from requestzero.config.files import load_config
+from requestzero.config.merge import Source, merge
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.translation import overflow_to_config, settings_to_config
 from requestzero.zero.patch import replaced
 from support.ranks import RankGroup
 from support.windows import Layers, Setup
@@ -181,14 +182,14 @@ def test_yaml_reads_exponents_as_numbers(tmp_path: Path) -> None:
 
 def test_merging() -> None:
     first, second = {"a": {"b": 1}, "c": True}, {"a": {"b": 1, "d": 2}, "c": True}
-    merged = merge_configs(first, second, "the arguments", "config")
+    merged = merge(Source("the arguments", first), Source("config", second))
     assert merged == {"a": {"b": 1, "d": 2}, "c": True}
     merged["a"]["b"] = 9
     assert first["a"]["b"] == 1
     with pytest.raises(ValueError, match=r"a\.b is 1 in the arguments and 2 in config: set it in one place"):
-        merge_configs(first, {"a": {"b": 2}}, "the arguments", "config")
+        merge(Source("the arguments", first), Source("config", {"a": {"b": 2}}))
     with pytest.raises(ValueError, match="c is True in the arguments and 1 in config"):
-        merge_configs(first, {"c": 1}, "the arguments", "config")
+        merge(Source("the arguments", first), Source("config", {"c": 1}))
 
 
 @pytest.mark.parametrize("retain", [True, "auto"])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import DummyOptim, InitProcessGroupKwargs
 
-from requestzero.accelerate.sources import look_up, places_of
-from requestzero.config.deepspeed_config import check_supported
+from requestzero.config.merge import places_of
+from requestzero.config.nested import look_up
+from requestzero.config.supported import check_supported
 
 if TYPE_CHECKING:
     from requestzero.accelerate.accelerator import RequestZeROAccelerator

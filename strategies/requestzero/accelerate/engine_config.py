@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from requestzero.accelerate.sources import AUTO
-from requestzero.config.deepspeed_config import OWN_SECTION, RETAIN_OPTION, Config
-from requestzero.config.overflow_config import OVERFLOW_SECTION
+from requestzero.config.merge import AUTO
+from requestzero.config.nested import Config
+from requestzero.config.own_keys import OVERFLOW_SECTION, OWN_SECTION, RETAIN_OPTION
 
 MICRO, GLOBAL = "train_micro_batch_size_per_gpu", "train_batch_size"
 _TOP_LEVEL = (MICRO, GLOBAL, "gradient_accumulation_steps", "gradient_clipping")

@@ -12,8 +12,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from requestzero.accelerate.sources import AUTO, Source, put
-from requestzero.config.deepspeed_config import Config, load_config
+from requestzero.config.files import load_config
+from requestzero.config.merge import AUTO, Source
+from requestzero.config.nested import Config, put
 from requestzero.config.settings import RequestZeROSettings
 
 NONE = "none"

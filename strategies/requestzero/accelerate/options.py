@@ -11,11 +11,13 @@ from typing import Any
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from requestzero.accelerate.launch import NONE, load_named
-from requestzero.accelerate.sources import Source, merge_sources, put
-from requestzero.config.deepspeed_config import OWN_SECTION, OWN_SECTION_OPTIONS, RETAIN_OPTION, Config, load_config
-from requestzero.config.nearest import nearest
-from requestzero.config.overflow_config import overflow_places
+from requestzero.config.files import load_config
+from requestzero.config.merge import Source, merge
+from requestzero.config.nested import Config, put
+from requestzero.config.own_keys import OWN_SECTION, OWN_SECTION_OPTIONS, RETAIN_OPTION
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.suggestion import did_you_mean
+from requestzero.config.translation import overflow_places
 
 ARGUMENTS = "the arguments of RequestZeROPlugin"
 OPTIONS = "the options of RequestZeROPlugin"
@@ -90,7 +92,7 @@ def option_source(options: Config) -> Source:
             hint = (
                 " The training loop decides what becomes of an incomplete window: it calls step() or zero_grad()."
                 if name == "incomplete_window"
-                else nearest(str(name), OWN_OPTIONS)
+                else did_you_mean(str(name), OWN_OPTIONS)
             )
             raise ValueError(f"{name!r} in {OPTIONS} is no option: use {', '.join(OWN_OPTIONS)}.{hint}")
     given = {name: value for name, value in options.items() if value is not None}
@@ -111,7 +113,7 @@ def own_options(arguments: Mapping[str, Any], options: Config) -> OwnOptions:
         ValueError: a value that is not allowed, or two different ones.
     """
     places = {ARGUMENTS: arguments, OPTIONS: options}
-    merged = merge_sources([Source(place, _own(given)) for place, given in places.items()])
+    merged = merge(*[Source(place, _own(given)) for place, given in places.items()])
     settings = RequestZeROSettings(**merged)
     return OwnOptions(settings.normalization, settings.log_metrics, settings.overflow)
 

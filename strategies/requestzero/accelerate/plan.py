@@ -16,11 +16,15 @@ from requestzero.accelerate.options import (
     overflow_sources,
     own_options,
 )
-from requestzero.accelerate.sources import AUTO, Source, look_up, merge_sources, put
-from requestzero.config.deepspeed_config import RETAIN_OPTION, Config, check_supported, load_config, take_own_section
-from requestzero.config.deepspeed_keys import check_top_level_keys, check_zero_section, wants_offload
-from requestzero.config.overflow_config import overflow_of
+from requestzero.config.files import load_config
+from requestzero.config.keys import check_top_level_keys
+from requestzero.config.merge import AUTO, Source, merge
+from requestzero.config.nested import Config, look_up, put
+from requestzero.config.own_keys import RETAIN_OPTION, take_own_section
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.supported import check_supported, wants_offload
+from requestzero.config.translation import overflow_of
+from requestzero.config.values import check_zero_section
 
 # What Accelerate writes into every config by itself; it says nothing at stages 1 and 2.
 _INERT_KEYS: dict[str, tuple[Any, ...]] = {
@@ -66,9 +70,9 @@ def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
     ]
     for source in sources:
         _check_source(source)
-    config = merge_sources(sources)
-    written = merge_sources([source for source in sources if not source.place.startswith(PRECISION_PLACE)])
-    merge_sources([*overflow_sources(arguments, options), *sources])  # whether they agree
+    config = merge(*sources)
+    written = merge(*[source for source in sources if not source.place.startswith(PRECISION_PLACE)])
+    merge(*overflow_sources(arguments, options), *sources)  # whether they agree
     if look_up(config, "zero_optimization.stage") in (None, AUTO):
         put(config, "zero_optimization.stage", RequestZeROSettings.stage)
     check_supported(config)

@@ -16,10 +16,12 @@ from typing_extensions import override
 from requestzero.accelerate.launch import launched_precision, precision_config
 from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
-from requestzero.accelerate.sources import AUTO, look_up, places_of
 from requestzero.config.engine_options import EngineOptions, take_engine_options
-from requestzero.config.overflow_config import merged_overflow, overflow_to_config, precision_of
+from requestzero.config.merge import AUTO, places_of
+from requestzero.config.nested import look_up
+from requestzero.config.precision import precision_of
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.translation import merged_overflow, overflow_to_config
 from requestzero.environment.versions import require_supported_deepspeed
 
 if TYPE_CHECKING:

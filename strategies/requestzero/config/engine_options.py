@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from requestzero.config.deepspeed_config import OWN_SECTION, Config, take_own_section, take_retain_option
-from requestzero.config.overflow_config import OVERFLOW_SECTION, check_overflow_section, merged_overflow, precision_of
+from requestzero.config.nested import Config
+from requestzero.config.own_keys import (
+    OVERFLOW_SECTION,
+    OWN_SECTION,
+    check_overflow_section,
+    take_own_section,
+    take_retain_option,
+)
+from requestzero.config.precision import precision_of
 from requestzero.config.settings import OverflowSettings
+from requestzero.config.translation import merged_overflow
 
 
 @dataclass(frozen=True)

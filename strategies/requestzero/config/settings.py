@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from requestzero.config.overflow_rules import LOSS_SCALE_KEYS, contradictions
+from requestzero.config.rules import LOSS_SCALE_KEYS, contradictions
 
 STAGES = (1, 2)
 GRAD_ACCUM_DTYPES = ("fp32", "bf16", "fp16")
@@ -19,14 +19,6 @@ NORMALIZATIONS = ("mean", "sum", "token")
 INCOMPLETE_WINDOW = ("step", "drop")
 ON_OVERFLOW = ("skip", "raise", "drop_request")  # the first is the default
 OWN_OVERFLOW_KEYS = ("on_overflow", "max_consecutive_skips")
-# Lightning's name of a precision -> the model's dtype, as DeepSpeed names its section.
-PRECISIONS = {
-    "32-true": "fp32",
-    "bf16-true": "bf16",
-    "bf16-mixed": "bf16",
-    "16-true": "fp16",
-    "16-mixed": "fp16",
-}
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

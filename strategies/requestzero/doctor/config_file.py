@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from requestzero.config.deepspeed_config import Config, check_supported, load_config
-from requestzero.config.deepspeed_keys import check_top_level_keys, check_values, check_zero_section
 from requestzero.config.engine_options import take_engine_options
+from requestzero.config.files import load_config
+from requestzero.config.keys import check_top_level_keys
+from requestzero.config.nested import Config
 from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.supported import check_supported
+from requestzero.config.values import check_values, check_zero_section
 
 # Keys that only accelerate's files have.
 _ACCELERATE_KEYS = {"compute_environment", "deepspeed_config", "distributed_type"}
@@ -53,10 +56,11 @@ def read_config_file(path: Path) -> ConfigFile:
 
 def _read_accelerate_file(path: Path) -> ConfigFile:
     from requestzero.accelerate.launch import environment_of, launched_sources
-    from requestzero.accelerate.sources import AUTO, look_up, merge_sources, put
+    from requestzero.config.merge import AUTO, merge
+    from requestzero.config.nested import look_up, put
 
     environ = environment_of(path)
-    config = merge_sources(launched_sources(environ))
+    config = merge(*launched_sources(environ))
     if look_up(config, "zero_optimization.stage") in (None, AUTO):
         put(config, "zero_optimization.stage", RequestZeROSettings.stage)  # which is accelerate's default as well
     return ConfigFile(config, environ)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from requestzero.config.deepspeed_config import RETAIN_OPTION, section_of
-from requestzero.config.overflow_config import precision_of
+from requestzero.config.nested import section_of
+from requestzero.config.own_keys import RETAIN_OPTION
+from requestzero.config.precision import precision_of
 
 _AUTO = "auto"
 _DECIDING = (

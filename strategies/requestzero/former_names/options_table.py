@@ -1,5 +1,5 @@
-"""Former name of :mod:`requestzero.config.options_table`."""
+"""Former name of :mod:`requestzero.config.reference_table`."""
 
 from requestzero.former_names import moved
 
-moved(__name__, "requestzero.config.options_table")
+moved(__name__, "requestzero.config.reference_table")

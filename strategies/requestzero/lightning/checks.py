@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import LBFGS, Optimizer
 
-from requestzero.config.deepspeed_config import Config
-from requestzero.config.settings import PRECISIONS
+from requestzero.config.nested import Config
+from requestzero.config.precision import PRECISIONS
 from requestzero.lightning.deepspeed_device import supports_fp16
 
 

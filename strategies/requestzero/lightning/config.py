@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,19 +9,17 @@ from typing import Any
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
-from requestzero.config.deepspeed_config import (
-    OWN_SECTION,
-    OWN_SECTION_OPTIONS,
-    RETAIN_OPTION,
-    Config,
-    check_supported,
-    load_config,
-    merge_configs,
-    take_own_section,
-)
-from requestzero.config.deepspeed_keys import check_top_level_keys, check_values, check_zero_section, wants_offload
-from requestzero.config.overflow_config import merged_overflow, overflow_of, overflow_places, overflow_to_config
-from requestzero.config.settings import PRECISIONS, OverflowSettings, RequestZeROSettings
+from requestzero.config.files import load_config
+from requestzero.config.keys import check_top_level_keys
+from requestzero.config.merge import AUTO, Source, merge, overlay
+from requestzero.config.nested import Config, put
+from requestzero.config.own_keys import OWN_SECTION, OWN_SECTION_OPTIONS, RETAIN_KEY, RETAIN_OPTION, take_own_section
+from requestzero.config.precision import PRECISIONS
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.supported import check_supported, wants_offload
+from requestzero.config.translation import merged_overflow, overflow_of, overflow_places, overflow_to_config
+from requestzero.config.values import check_values, check_zero_section
+from requestzero.lightning.options import check_offload, options_to_config
 
 ARGUMENTS = "the arguments of RequestZeRO"
 
@@ -36,10 +33,10 @@ class _ArgumentsAsConfig(DeepSpeedStrategy):
 
 
 def default_config(offload_optimizer: bool) -> Config:
-    """What Lightning's strategy puts into the DeepSpeed config when no argument is given.
+    """Return what Lightning's strategy puts into the DeepSpeed config when no argument is given.
 
     Except that host memory is not to be pinned: DeepSpeed pins it unless told otherwise, and only from pinned memory
-    does a gradient partition come back behind the host's back.
+    is the reload of a gradient partition asynchronous.
 
     Building one also sets the level of DeepSpeed's logger: build the user's after it.
     """
@@ -49,8 +46,8 @@ def default_config(offload_optimizer: bool) -> Config:
     return config
 
 
-def read_user_config(config: Any) -> tuple[Config, str]:
-    """The user's config as a new dictionary, and how messages name the place where it stands.
+def read_user_config(config: Any) -> Source:
+    """Return the user's config as a new dictionary, and how messages name the place where it stands.
 
     As in Lightning, the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names a file that is read when
     there is no ``config``.
@@ -66,11 +63,11 @@ def read_user_config(config: Any) -> tuple[Config, str]:
     check_top_level_keys(loaded, source)
     _check_automatic(loaded, source)
     _check_loop_keys(loaded, source)
-    return loaded, source
+    return Source(source, loaded)
 
 
 def _check_automatic(value: Any, source: str, path: str = "") -> None:
-    if value == "auto" and path != f"zero_optimization.{RETAIN_OPTION}":
+    if value == AUTO and path != RETAIN_KEY:
         raise ValueError(
             f"{path}='auto' in {source} is not possible under Lightning, which has no place to take it from: "
             "set a value, or leave the key out."
@@ -98,66 +95,63 @@ def _check_loop_keys(config: Config, source: str) -> None:
         )
 
 
-def build_config(defaults: Config, given: Config, overflow: OverflowSettings, user: Config, source: str) -> Config:
-    """The DeepSpeed config: Lightning's defaults, then the arguments that were given and the user's keys.
+def merge_arguments(
+    settings: RequestZeROSettings, options: Mapping[str, Any], given: Collection[str], config: Any
+) -> tuple[Config, RequestZeROSettings]:
+    """Return the DeepSpeed config, and the settings as all places together have decided them.
+
+    The config is Lightning's defaults, then the arguments that were given and the user's keys.
 
     Args:
-        defaults: see :func:`default_config`.
-        given: the keys of the arguments that were given.
-        overflow: from the arguments; their keys depend on the precision, so they are only compared.
-        user: the user's config, and ``source`` its place.
+        settings: our own arguments. The keys of ``overflow`` depend on the precision, so they are only compared.
+        options: the arguments of Lightning's ``DeepSpeedStrategy``.
+        given: names of the arguments that were given.
+        config: the user's config, see :func:`read_user_config`.
 
     Raises:
-        ValueError: a key has one value in the arguments and another in ``user``, does not apply to ZeRO 1 and 2,
-            or has a value that is not allowed.
+        ValueError: a key has one value in the arguments and another in the user's config, does not apply to ZeRO 1
+            and 2, or has a value that is not allowed.
+        FileNotFoundError: ``config`` names a file that does not exist.
     """
-    merge_configs(overflow_places(overflow), user, "overflow", source)
-    config = _overlay(defaults, merge_configs(given, user, ARGUMENTS, source))
-    check_supported(config)
-    check_zero_section(user, source)
-    check_values(user, source)
-    return config
+    user = read_user_config(config)
+    offloads = settings.offload_optimizer or wants_offload(user.config)
+    arguments = merge(
+        Source(ARGUMENTS, _settings_given(settings, given, offloads)),
+        Source(ARGUMENTS, options_to_config(options, given, offloads)),
+    )
+    merge(Source("overflow", overflow_places(settings.overflow)), user)
+    merged = overlay(default_config(offloads), merge(Source(ARGUMENTS, arguments), user))
+    check_supported(merged)
+    check_zero_section(user.config, user.place)
+    check_values(user.config, user.place)
+    effective = effective_settings(merged, settings)
+    check_offload(effective, options)
+    return merged, effective
 
 
-def settings_given(settings: RequestZeROSettings, given: Collection[str], user: Config, source: str) -> Config:
-    """The DeepSpeed keys of those settings that are among the arguments ``given``.
+def _settings_given(settings: RequestZeROSettings, given: Collection[str], offloads: bool) -> Config:
+    """Return the DeepSpeed keys of those settings that are among the arguments ``given``.
 
-    Raises:
-        ValueError: ``offload_optimizer=False`` was given, and the user's config asks for offload.
+    ``offload_optimizer=False`` has none where nobody wants offload: a section without offload would say nothing.
     """
-    zero: Config = {}
+    config: Config = {"zero_optimization": {}}
     if "stage" in given:
-        zero["stage"] = settings.stage
+        put(config, "zero_optimization.stage", settings.stage)
     if RETAIN_OPTION in given:
-        zero[RETAIN_OPTION] = settings.retain_gpu_grad_partition_until_step
-    if settings.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    elif "offload_optimizer" in given and wants_offload(user):
-        # Not written into the config otherwise: a section without offload would say nothing.
-        no_offload: Config = {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
-        merge_configs(no_offload, user, ARGUMENTS, source)
-    config: Config = {"zero_optimization": zero}
-    own = {name: getattr(settings, name) for name in OWN_SECTION_OPTIONS if name in given}
-    if own:
-        config[OWN_SECTION] = own
+        put(config, RETAIN_KEY, settings.retain_gpu_grad_partition_until_step)
+    if "offload_optimizer" in given and offloads:
+        device = "cpu" if settings.offload_optimizer else "none"
+        put(config, "zero_optimization.offload_optimizer.device", device)
+    for name in OWN_SECTION_OPTIONS:
+        if name in given:
+            put(config, f"{OWN_SECTION}.{name}", getattr(settings, name))
     if settings.grad_accum_dtype is not None:
-        config["data_types"] = {"grad_accum_dtype": settings.grad_accum_dtype}
+        put(config, "data_types.grad_accum_dtype", settings.grad_accum_dtype)
     return config
-
-
-def _overlay(base: Config, top: Config) -> Config:
-    """A copy of ``base`` in which the values of ``top`` win."""
-    result = copy.deepcopy(base)
-    for key, value in top.items():
-        if isinstance(value, dict) and isinstance(result.get(key), dict):
-            result[key] = _overlay(result[key], value)
-        else:
-            result[key] = copy.deepcopy(value)
-    return result
 
 
 def effective_settings(config: Config, settings: RequestZeROSettings) -> RequestZeROSettings:
-    """``settings`` as the merged config has decided them.
+    """Return ``settings`` as the merged config has decided them.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -177,7 +171,7 @@ def effective_settings(config: Config, settings: RequestZeROSettings) -> Request
 
 
 def with_precision(config: Config, overflow: OverflowSettings, precision: str) -> Config:
-    """``config`` for ``Trainer(precision=precision)``.
+    """Return ``config`` for ``Trainer(precision=precision)``.
 
     Raises:
         ValueError: the config or an overflow option is for another precision.
@@ -191,8 +185,8 @@ def with_precision(config: Config, overflow: OverflowSettings, precision: str) -
                 "leave it out of config, where the Trainer's precision is put in."
             )
     merged = merged_overflow(overflow, config, dtype)
-    result = _overlay(config, overflow_to_config(merged, dtype))
-    return result if dtype == "fp32" else _overlay(result, {dtype: {"enabled": True}})
+    result = overlay(config, overflow_to_config(merged, dtype))
+    return result if dtype == "fp32" else overlay(result, {dtype: {"enabled": True}})
 
 
 def check_retained(settings: RequestZeROSettings, precision: str) -> None:
@@ -212,7 +206,7 @@ def check_retained(settings: RequestZeROSettings, precision: str) -> None:
 
 
 def with_clipping(config: Config, gradient_clip_val: float | None) -> Config:
-    """``config`` with the Trainer's ``gradient_clip_val``; 0 (off) where neither says anything.
+    """Return ``config`` with the Trainer's ``gradient_clip_val``; 0 (off) where neither says anything.
 
     DeepSpeed's own default is 1.0, which nobody who writes ``Trainer()`` asks for.
 
@@ -220,5 +214,5 @@ def with_clipping(config: Config, gradient_clip_val: float | None) -> Config:
         ValueError: both say something, and not the same.
     """
     trainer = {} if gradient_clip_val is None else {"gradient_clipping": gradient_clip_val}
-    merged = merge_configs(trainer, config, "Trainer(gradient_clip_val=...)", "config")
+    merged = merge(Source("Trainer(gradient_clip_val=...)", trainer), Source("config", config))
     return {"gradient_clipping": 0.0, **merged}

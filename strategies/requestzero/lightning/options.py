@@ -12,9 +12,10 @@ from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from requestzero.config.deepspeed_keys import BUCKET_SIZES, check_bucket_size
-from requestzero.config.nearest import nearest
+from requestzero.config.merge import Source, merge
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.suggestion import did_you_mean
+from requestzero.config.values import BUCKET_SIZES, check_bucket_size
 
 OWN_OPTIONS = (*(item.name for item in dataclasses.fields(RequestZeROSettings)), "config")
 
@@ -83,7 +84,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         if name not in DEFAULTS:
             raise TypeError(
                 f"RequestZeRO has no option {name!r}: use its own ({', '.join(OWN_OPTIONS)}) or those of "
-                f"Lightning's DeepSpeedStrategy.{nearest(name, [*OWN_OPTIONS, *DEFAULTS])}"
+                f"Lightning's DeepSpeedStrategy.{did_you_mean(name, [*OWN_OPTIONS, *DEFAULTS])}"
             )
     for name, value in options.items():
         if name in NOT_APPLICABLE and value != DEFAULTS[name]:
@@ -147,12 +148,6 @@ def merge_loss_scale(
     Raises:
         ValueError: one of them is also in ``overflow``, with another value.
     """
-    values = {name: value for name, value in options.items() if name in LOSS_SCALE_OPTIONS and name in given}
-    for name, value in values.items():
-        other = getattr(overflow, name)
-        if other is not None and other != value:
-            raise ValueError(
-                f"{name} is {value!r} as an argument of RequestZeRO and {other!r} in overflow: set it in one "
-                "place, or to the same value."
-            )
-    return dataclasses.replace(overflow, **values)
+    arguments = {name: value for name, value in options.items() if name in LOSS_SCALE_OPTIONS and name in given}
+    merged = merge(Source("an argument of RequestZeRO", arguments, "as"), Source("overflow", overflow.given()))
+    return OverflowSettings(**merged)

@@ -37,12 +37,7 @@ from requestzero.lightning.deepspeed_device import use_deepspeed_device
 from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.loops import take_over_loops
 from requestzero.lightning.optimizer import WindowLightningOptimizer
-from requestzero.lightning.options import (
-    check_offload,
-    check_options,
-    merge_loss_scale,
-    options_to_config,
-)
+from requestzero.lightning.options import check_options, merge_loss_scale
 from requestzero.lightning.precision import RequestZeROPrecision
 from requestzero.zero.metrics import logged_metrics
 from requestzero.zero.process_group import without_inference_operator
@@ -169,8 +164,7 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         given = given_names(init, args, kwargs)
         own["overflow"] = merge_loss_scale(OverflowSettings.build(overflow), deepspeed_options, given)
         settings = RequestZeROSettings(**own)
-        user_config, source = configs.read_user_config(config)
-        offloads = offload_optimizer or configs.wants_offload(user_config)
+        merged_config, self.settings = configs.merge_arguments(settings, deepspeed_options, given, config)
         self.marks = _marks()
         self._update_applied: bool | None = None
         self._discarded = False  # by us, since the current batch was taken
@@ -184,17 +178,10 @@ class RequestZeRO(DeepSpeedStrategy, NotesArguments):
         self._random_state: rng.RandomState | None = None
         self._gate: CheckpointGate | None = None
         self._added_by_setup: frozenset[str] = frozenset()
-        defaults = configs.default_config(offloads)
-        super().__init__(stage=stage, offload_optimizer=offloads, config=None, **deepspeed_options)
-        arguments = configs.merge_configs(
-            configs.settings_given(settings, given, user_config, source),
-            options_to_config(deepspeed_options, given, offloads),
-            configs.ARGUMENTS,
-            configs.ARGUMENTS,
+        super().__init__(
+            stage=stage, offload_optimizer=self.settings.offload_optimizer, config=None, **deepspeed_options
         )
-        self.config = configs.build_config(defaults, arguments, settings.overflow, user_config, source)
-        self.settings = configs.effective_settings(self.config, settings)
-        check_offload(self.settings, deepspeed_options)
+        self.config = merged_config
 
     @override
     def _load_config(self, config: Any) -> None:

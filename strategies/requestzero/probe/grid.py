@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from requestzero.config.deepspeed_config import RETAIN_OPTION
+from requestzero.config.own_keys import RETAIN_OPTION
 
 RETAIN: tuple[bool | str, ...] = (False, True, "auto")
 """Values of ``retain_gpu_grad_partition_until_step`` that are compared, where it means something."""

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from requestzero.config.nearest import nearest
+from requestzero.config.suggestion import did_you_mean
 from requestzero.probe.grid import Configuration, grid
 from requestzero.probe.models import ModelChoice
 
@@ -157,7 +157,7 @@ def _range_problems(given: argparse.Namespace) -> list[str]:
 
 def _column_problems(columns: list[str]) -> list[str]:
     return [
-        f"--columns {name!r} does not exist.{nearest(name, COLUMNS)} There are: {', '.join(COLUMNS)}."
+        f"--columns {name!r} does not exist.{did_you_mean(name, COLUMNS)} There are: {', '.join(COLUMNS)}."
         for name in columns
         if name not in COLUMNS
     ]

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from requestzero.accelerate.launch import PACKAGE_PREFIX, launched_sources, load_named
 from requestzero.accelerate.plugin import RequestZeROPlugin
-from requestzero.accelerate.sources import merge_sources
-from requestzero.config.deepspeed_config import Config
+from requestzero.config.merge import merge
+from requestzero.config.nested import Config
 from requestzero.zero.process_group import without_inference_operator
 
 
@@ -77,7 +77,7 @@ def _launched_config() -> Config:
             "RequestZeROTrainingArguments has no deepspeed=... and the ranks were not launched with DeepSpeed, so "
             "there would be no ZeRO: give it a DeepSpeed config, or use TrainingArguments."
         )
-    return merge_sources(launched_sources(os.environ))
+    return merge(*launched_sources(os.environ))
 
 
 def _is_json(config: Any) -> bool:

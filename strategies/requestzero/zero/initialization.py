@@ -7,8 +7,9 @@ import inspect
 from functools import partial
 from typing import Any
 
-from requestzero.config.deepspeed_config import check_supported, load_config
 from requestzero.config.engine_options import take_engine_options
+from requestzero.config.files import load_config
+from requestzero.config.supported import check_supported
 from requestzero.environment.versions import require_supported_deepspeed
 
 

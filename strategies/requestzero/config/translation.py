@@ -1,27 +1,33 @@
-"""The overflow options in a DeepSpeed config: DeepSpeed's own places, and our section ``overflow`` for the rest.
-
-Light on purpose, as :mod:`requestzero.config.deepspeed_config`.
-"""
+"""Our options as keys of a DeepSpeed config, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
-from requestzero.config.deepspeed_config import section_of
-from requestzero.config.nearest import nearest
-from requestzero.config.overflow_rules import LOSS_SCALE_KEYS, contradictions
-from requestzero.config.settings import OWN_OVERFLOW_KEYS, OverflowSettings
+from requestzero.config.nested import Config
+from requestzero.config.own_keys import CHECK, OVERFLOW_SECTION, OWN_SECTION, OWN_SECTION_OPTIONS, RETAIN_OPTION
+from requestzero.config.precision import counts
+from requestzero.config.rules import LOSS_SCALE_KEYS, contradictions
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 
-CHECK = "check_grad_overflow"
-OVERFLOW_SECTION = "overflow"
-"""Our own section of a DeepSpeed config, for the overflow options that have no place upstream."""
-
-_SECTION_KEYS = (*OWN_OVERFLOW_KEYS, CHECK)
 _UPSTREAM_KEYS = {"fp16": LOSS_SCALE_KEYS, "bf16": (CHECK,)}
 
-Config = dict[str, Any]
+
+def settings_to_config(settings: RequestZeROSettings) -> Config:
+    """The DeepSpeed keys of everything in ``settings`` that is set, except overflow (its keys depend on precision)."""
+    zero: Config = {"stage": settings.stage}
+    if settings.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if settings.retain_gpu_grad_partition_until_step:
+        zero[RETAIN_OPTION] = settings.retain_gpu_grad_partition_until_step
+    config: Config = {"zero_optimization": zero}
+    if settings.grad_accum_dtype is not None:
+        config["data_types"] = {"grad_accum_dtype": settings.grad_accum_dtype}
+    own = {name: getattr(settings, name) for name in OWN_SECTION_OPTIONS}
+    if own != {name: getattr(RequestZeROSettings, name) for name in OWN_SECTION_OPTIONS}:
+        config[OWN_SECTION] = own
+    return config
 
 
 def overflow_to_config(overflow: OverflowSettings, precision: str) -> Config:
@@ -51,40 +57,6 @@ def overflow_places(overflow: OverflowSettings) -> Config:
     return {"fp16": overflow.loss_scale_options(), "bf16": check, OVERFLOW_SECTION: own}
 
 
-def check_overflow_section(config: Mapping[str, Any], source: str) -> None:
-    """Raise ValueError where the section ``overflow`` is no mapping, or holds a wrong key or a wrong single value.
-
-    Args:
-        config: a DeepSpeed config.
-        source: its place, for messages.
-    """
-    section = config.get(OVERFLOW_SECTION, {})
-    if not isinstance(section, Mapping):
-        raise ValueError(f"{OVERFLOW_SECTION}={section!r} in {source} is not allowed: give a mapping of its options.")
-    for key in section:
-        if key in LOSS_SCALE_KEYS:
-            raise ValueError(f"overflow.{key} in {source} has its own place in a DeepSpeed config: use fp16.{key}.")
-        if key not in _SECTION_KEYS:
-            raise ValueError(
-                f"overflow.{key} in {source} is no overflow option: use one of {', '.join(_SECTION_KEYS)}."
-                f"{nearest(str(key), [item.name for item in fields(OverflowSettings)])}"
-            )
-    try:
-        for key, value in section.items():
-            OverflowSettings(**{key: value})
-    except ValueError as error:
-        raise ValueError(f"In {source}: {error}") from error
-
-
-def precision_of(config: Mapping[str, Any]) -> str:
-    """``"fp16"``, ``"bf16"`` or ``"fp32"``: what the sections of a DeepSpeed config turn on.
-
-    Raises:
-        ValueError: one of them is no mapping.
-    """
-    return next((name for name in ("fp16", "bf16") if section_of(config, name).get("enabled") is True), "fp32")
-
-
 def overflow_of(config: Mapping[str, Any], precision: str | None) -> dict[str, Any]:
     """The overflow options that a DeepSpeed config sets, by their own names.
 
@@ -97,14 +69,9 @@ def overflow_of(config: Mapping[str, Any], precision: str | None) -> dict[str, A
     given = dict(config.get(OVERFLOW_SECTION) or {})
     for name, keys in _UPSTREAM_KEYS.items():
         section = config.get(name) or {}
-        if _counts(section, name, precision):
+        if counts(section, name, precision):
             given |= {key: _number(section[key]) for key in keys if section.get(key) not in (None, "auto")}
     return given
-
-
-def _counts(section: Mapping[str, Any], name: str, precision: str | None) -> bool:
-    enabled = section.get("enabled", True)
-    return bool(name == precision if enabled == "auto" else enabled)
 
 
 def _number(value: Any) -> Any:
@@ -119,7 +86,7 @@ def misplaced(config: Mapping[str, Any], precision: str) -> Iterator[str]:
         told = fp16 if precision == "fp16" else "the precision is bf16: use bf16.check_grad_overflow."
         yield f"overflow.{CHECK} in a DeepSpeed config is for fp32; {told}"
     section = config.get("bf16") or {}
-    if CHECK in section and precision != "bf16" and _counts(section, "bf16", precision):
+    if CHECK in section and precision != "bf16" and counts(section, "bf16", precision):
         told = fp16 if precision == "fp16" else "the precision is fp32: use overflow.check_grad_overflow."
         yield f"bf16.{CHECK} in a DeepSpeed config is for bf16; {told}"
 

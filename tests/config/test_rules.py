@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from requestzero.config.overflow_rules import LOSS_SCALE_KEYS, contradictions
+from requestzero.config.rules import LOSS_SCALE_KEYS, contradictions
 from requestzero.config.settings import OverflowSettings
 
 # Options, precision, and what the one problem says.

@@ -1,6 +1,6 @@
 """The options of this package as a Markdown table, made from the classes that own them.
 
-``python -m requestzero.config.options_table`` prints it; given ``README.md``, it rewrites it there,
+``python -m requestzero.config.reference_table`` prints it; given ``README.md``, it rewrites it there,
 between its two markers.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 
-BEGIN = "<!-- options: begin (python -m requestzero.config.options_table README.md) -->"
+BEGIN = "<!-- options: begin (python -m requestzero.config.reference_table README.md) -->"
 END = "<!-- options: end -->"
 _KEY = re.compile(r"\s*DeepSpeed key: ``([^`]+)``\.")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from requestzero.config.options_table import BEGIN, END, field_docs, main, options_table, with_options_table
+from requestzero.config.reference_table import BEGIN, END, field_docs, main, options_table, with_options_table
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 
 README = Path(__file__).parents[2] / "README.md"

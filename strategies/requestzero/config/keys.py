@@ -1,0 +1,88 @@
+"""The names in a DeepSpeed config. Written for DeepSpeed 0.19.8, which skips unknown top-level keys."""
+
+from __future__ import annotations
+
+from requestzero.config.nested import Config
+from requestzero.config.own_keys import OVERFLOW_SECTION, OWN_SECTION, check_overflow_section, take_own_section
+from requestzero.config.suggestion import did_you_mean
+
+# fmt: off
+TOP_LEVEL_KEYS = frozenset([
+    "activation_checkpointing", "aio", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "csv_monitor", "data_efficiency", "data_types",
+    "dataloader_drop_last", "datastates_ckpt", "disable_allgather", "disable_python_gc", "dump_state",
+    "expert_parallel", "flops_profiler", "fp16", "gradient_accumulation_steps", "gradient_allreduce_op",
+    "gradient_clipping", "gradient_predivide_factor", "hybrid_engine", "log_level",
+    "managed_gradient_accumulation", "memory_breakdown", "optimizer", "pipeline", "prescale_gradients",
+    "scheduler", "seq_parallel_communication_data_type", "steps_per_print", "tensor_parallel", "tensorboard",
+    "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb",
+    "weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+])
+"""Sections and scalars of a DeepSpeed config."""
+
+OWN_SECTIONS = frozenset([OVERFLOW_SECTION, OWN_SECTION])
+"""Sections that only this package reads."""
+
+REMOVED_KEYS = frozenset([
+    "amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity", "graph_harvesting", "nebula",
+    "progressive_layer_drop", "quantize_training", "sparse_attention", "sparse_gradients",
+])
+"""Sections that DeepSpeed once had and now refuses, each with a message of its own."""
+
+SECTION_KEYS = {
+    "activation_checkpointing": frozenset([
+        "contiguous_memory_optimization", "cpu_checkpointing", "number_checkpoints", "partition_activations",
+        "profile", "synchronize_checkpoint_boundary",
+    ]),
+    "bf16": frozenset([
+        "bf16_master_weights_and_grads", "bf16_optimizer_states", "check_grad_overflow", "enabled",
+        "immediate_grad_update",
+    ]),
+    "data_types": frozenset(["buffer_dtype", "grad_accum_dtype", "keep_in_fp32_modules", "param_dtype"]),
+    "fp16": frozenset([
+        "auto_cast", "consecutive_hysteresis", "enabled", "fp16_master_weights_and_grads", "hysteresis",
+        "initial_scale_power", "loss_scale", "loss_scale_window", "min_loss_scale",
+    ]),
+}
+"""Keys of sections in which DeepSpeed skips unknown ones, or finds them only when the engine is built."""
+
+STAGE_3_KEYS = frozenset([
+    "allgather_sequential", "cpu_offload_param", "gather_16bit_weights_on_model_save", "leaf_module",
+    "max_live_parameters", "max_reuse_distance", "model_persistence_threshold",
+    "module_granularity_threshold", "offload_param", "param_persistence_threshold", "prefetch_bucket_size",
+    "sub_group_size", "use_all_reduce_for_fetch_params",
+])
+"""Keys of ``zero_optimization`` that only stage 3 reads, beside those whose name begins with ``stage3_``."""
+# fmt: on
+
+
+def check_top_level_keys(config: Config, source: str) -> None:
+    """Raise ValueError for a key that nobody knows, here, in a section of ``SECTION_KEYS`` or in one of our own.
+
+    A section that is no mapping, and one that DeepSpeed has removed, are errors too.
+    """
+    for key in config:
+        if key in REMOVED_KEYS:
+            raise ValueError(f"{key!r} in {source} is not possible: {_removal(key)}")
+        if key not in TOP_LEVEL_KEYS and key not in OWN_SECTIONS:
+            near = did_you_mean(str(key), TOP_LEVEL_KEYS | OWN_SECTIONS)
+            raise ValueError(f"{key!r} in {source} is no key of a DeepSpeed config.{near}")
+    for name in ("zero_optimization", *SECTION_KEYS):
+        if not isinstance(config.get(name, {}), dict):
+            raise ValueError(f"{name}={config[name]!r} in {source} is not allowed: give a mapping of its options.")
+    for name, known in SECTION_KEYS.items():
+        for key in config.get(name, {}):
+            if key not in known:
+                raise ValueError(
+                    f"{name}.{key} in {source} is no option of DeepSpeed's {name}.{did_you_mean(str(key), known)}"
+                )
+    check_overflow_section(config, source)
+    take_own_section(dict(config))
+
+
+def _removal(key: str) -> str:
+    """What DeepSpeed says of a section that it has removed."""
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
+
+    return _REMOVED_TOP_LEVEL_CONFIG_KEYS.get(key, "DeepSpeed has removed it; leave it out.")
