@@ -20,7 +20,7 @@ from support.scripts import finish, start_module
 SCRIPT = Path(accelerate_script.__file__)
 CONFIGS = Path(str(files("requestzero.configs"))) / "accelerate"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-PLACES = ("cpu", "one_gpu", "machines", "")
+MACHINES = ("cpu", "one_gpu", "machines", "")
 
 
 def free_port() -> str:
@@ -51,7 +51,7 @@ def check(directory: Path, ranks: int, offload: bool, precision: str = "bf16") -
 
 
 def test_there_is_a_file_for_every_place_and_placement() -> None:
-    wanted = {f"zero2{offload}{'_' * bool(place)}{place}" for offload in ("", "_offload") for place in PLACES}
+    wanted = {f"zero2{offload}{'_' * bool(place)}{place}" for offload in ("", "_offload") for place in MACHINES}
     assert set(NAMES) == wanted
 
 

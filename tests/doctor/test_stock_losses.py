@@ -11,6 +11,7 @@ import torch
 from requestzero.doctor.stock_losses import Loss, stock_run
 from support.ranks import RankGroup
 from support.recorded_windows import TwoLayers
+from support.setup import Setup
 from support.windows import LR
 
 BOTH, ONLY_A = (1, 1), (1, 0)
@@ -57,20 +58,8 @@ SHOWS = {
 CHECKED = (SEVERAL, LATE_IN_REQUEST, LATE_REQUEST, ABSENT_AT_END, ABSENT, ONE_REQUEST)
 
 
-def config_of(stage: int, offload: bool, model: str, accumulation: str, managed: bool, **zero: Any) -> dict[str, Any]:
-    section: dict[str, Any] = {"stage": stage, **zero}
-    if offload:
-        section["offload_optimizer"] = {"device": "cpu"}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "zero_optimization": section,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "data_types": {"grad_accum_dtype": accumulation},
-        "managed_gradient_accumulation": managed,
-        **({} if model == "fp32" else {model: {"enabled": True}}),
-    }
+def config_of(stage: int, offload: bool, model: str, accum: str, managed: bool, **zero: Any) -> dict[str, Any]:
+    return Setup(stage, offload, model, accum, managed=managed, zero=zero).deepspeed_config()
 
 
 GRID = {

@@ -13,7 +13,7 @@ from requestzero.config.rules import contradictions
 from requestzero.config.settings import OverflowSettings
 from support.overflow_front_ends import DOORS, Effective, refusal, through
 from support.ranks import RankGroup
-from support.windows import Setup
+from support.setup import Setup
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": (

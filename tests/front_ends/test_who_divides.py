@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from support.engines import build, masters
+from support.models import OneWeight
 from support.ranks import RankGroup
+from support.setup import Setup
 
 README = Path(__file__).parents[2] / "README.md"
 
-SUMS = ((6.0, 2.0), (4.0, 20.0))
+LOSS_SUMS = ((6.0, 2.0), (4.0, 20.0))
 """Sum of the losses' gradients, of both ranks of the window's two micro-batches (each a request)."""
 TOKENS = ((2, 1), (1, 4))
 MEANS = 3.5  # of the means 3, 2, 4 and 5 of the micro-batches
@@ -26,27 +29,14 @@ def rows() -> list[str]:
     return re.findall(r"^\| (?!door|-)(.*?) \|", section, flags=re.MULTILINE)
 
 
-class Weight(torch.nn.Module):
-    checkpointing = "none"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(2))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return (self.weight * value).sum()
-
-
 def mine(rank: int, means: bool) -> list[tuple[torch.Tensor, int]]:
     """What the two micro-batches of a rank multiply the weight with, and their tokens."""
-    pairs = [(sums[rank], tokens[rank]) for sums, tokens in zip(SUMS, TOKENS, strict=True)]
+    pairs = [(sums[rank], tokens[rank]) for sums, tokens in zip(LOSS_SUMS, TOKENS, strict=True)]
     return [(torch.tensor(total / tokens if means else total), tokens) for total, tokens in pairs]
 
 
 def with_engine(means: bool, config: dict[str, Any], step: dict[str, Any]) -> float:
-    from support.windows import Setup, build, masters
-
-    engine = build(Setup(config=config), model=Weight(), lr=1.0)
+    engine = build(Setup(config=config), model=OneWeight(2), lr=1.0)
     for value, tokens in mine(engine.global_rank, means):
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(engine(value.to(engine.device)), weight=tokens)
@@ -64,7 +54,7 @@ def with_lightning(means: bool, options: dict[str, Any] | None) -> float:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = Weight()
+            self.model = OneWeight(2)
 
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             return self.model(batch)
@@ -99,7 +89,7 @@ def with_accelerate(means: bool, normalization: str, blocks: bool) -> float:
     with fresh():
         plugin = RequestZeROPlugin(normalization=normalization)
         accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
-        model: Any = Weight()
+        model: Any = OneWeight(2)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         batches = mine(accelerator.process_index, means)
         if blocks:
@@ -120,9 +110,8 @@ def with_accelerate(means: bool, normalization: str, blocks: bool) -> float:
 def with_recipe(normalization: str) -> float:
     """The loss that the recipes call backward with."""
     from requestzero.recipes.model import micro_batch_loss
-    from support.windows import Setup, build, masters
 
-    engine = build(Setup(), model=Weight(), lr=1.0)
+    engine = build(Setup(), model=OneWeight(2), lr=1.0)
     for value, tokens in mine(engine.global_rank, means=False):
         loss = micro_batch_loss(engine(value.to(engine.device)), torch.tensor(tokens), normalization)
         engine.backward(loss, weight=tokens)

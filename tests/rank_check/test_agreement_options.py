@@ -12,8 +12,9 @@ from requestzero import RequestZeRO, RequestZeROPlugin
 from requestzero.accelerate.plan import make_plan
 from requestzero.config.engine_options import take_engine_options
 from requestzero.config.settings import RequestZeROSettings
+from support.engines import build
 from support.ranks import RankGroup
-from support.windows import Setup, build
+from support.setup import Setup
 
 CHOSEN = {"rank_agreement": False, "rank_dependent_parameters": True}
 

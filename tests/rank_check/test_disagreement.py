@@ -11,7 +11,7 @@ import pytest
 from support import rank_scenarios as scenarios
 from support.rank_scenarios import Outcome, outcome
 from support.ranks import RankError, RankGroup
-from support.windows import Setup
+from support.setup import Setup
 
 both_stages = pytest.mark.parametrize("stage", [1, 2])
 

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from support.engines import build, masters
+from support.grid import PLACES, every_sum
 from support.ranks import RankGroup
-from support.windows import LR, OUTS, Layers, Setup, build, masters, values, wrong_updates
+from support.setup import Setup
+from support.updates import difference
+from support.windows import OUTS, Layers, inputs_of, values, wrong_updates
 
 Uses = tuple[bool, ...]
 
@@ -55,18 +59,17 @@ def apply_windows(setup: Setup, windows: list[list[Branch]]) -> list[list[torch.
     import deepspeed.comm as dist
 
     engine = build(setup)
-    dtype = next(engine.module.parameters()).dtype
     applied, after = [], masters(engine)
     for window in windows:
         before = after
         for branch in window:
-            x, w = (v.to(engine.device, dtype) for v in values(branch.seed, dist.get_rank(), dist.get_world_size()))
+            x, w = inputs_of(engine, branch.seed)
             engine.set_gradient_accumulation_boundary(branch.request_end)
             engine.backward(engine(x.requires_grad_(), w, branch.uses[dist.get_rank()]))
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
         after = masters(engine)
-        applied.append([(b - a).double() / LR for b, a in zip(before, after, strict=True)])
+        applied.append(difference(before, after))
     engine.destroy()
     return applied
 
@@ -78,8 +81,7 @@ def wrong_setups(setups: list[Setup], world_size: int) -> list[str]:
 
 
 ON = {"requestzero": {"rank_dependent_parameters": True}}
-PLACES = [Setup(stage=stage, offload=offload, config=ON) for stage in (1, 2) for offload in (False, True)]
-SUMS = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")]
+SETUPS = [Setup(stage=stage, offload=offload, config=ON) for stage, offload in PLACES]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"round_robin_gradients": True},
@@ -92,14 +94,14 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "accum"), SUMS)
+@every_sum
 def test_every_reduction_option_on_two_ranks(two_ranks: RankGroup, model: str, accum: str) -> None:
-    setups = [replace(place, model=model, accum=accum, zero=zero) for place in PLACES for zero in OPTIONS]
+    setups = [replace(place, model=model, accum=accum, zero=zero) for place in SETUPS for zero in OPTIONS]
     assert two_ranks.run(wrong_setups, setups, 2) == [[], []]
 
 
 def test_three_ranks_and_several_groups(three_ranks: RankGroup) -> None:
-    setups = [replace(place, groups=groups) for place in PLACES for groups in (1, 3)]
+    setups = [replace(place, groups=groups) for place in SETUPS for groups in (1, 3)]
     assert three_ranks.run(wrong_setups, setups, 3) == [[]] * 3
 
 
@@ -123,4 +125,4 @@ def same_order_for_all(setup: Setup) -> int:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_fixed_order_needs_no_agreement(two_ranks: RankGroup, stage: int) -> None:
-    assert two_ranks.run(same_order_for_all, replace(PLACES[0], stage=stage)) == [1, 1]
+    assert two_ranks.run(same_order_for_all, replace(SETUPS[0], stage=stage)) == [1, 1]

@@ -21,7 +21,9 @@ from requestzero import OverflowSettings, RequestZeROPlugin
 from requestzero.config.rules import LOSS_SCALE_KEYS
 from support import accelerate_loops as loops
 from support import lightning_runs
-from support.windows import Fp16OnCpu, Setup, build
+from support.engines import build
+from support.fp16 import fp16_on_cpu
+from support.setup import Setup
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-true", "fp16": "16-true"}
 MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -175,7 +177,7 @@ def through(door: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str
     """By case: ``(precision, options)`` taken through the door."""
     found = {}
     for name, (precision, options) in cases.items():
-        with Fp16OnCpu(), own_environment():
+        with fp16_on_cpu(), own_environment():
             engine = DOORS[door](options, precision)
             found[name] = effective(engine)
             engine.destroy()
@@ -184,7 +186,7 @@ def through(door: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str
 
 def refusal(door: str, options: dict[str, Any], precision: str) -> str:
     """What the door says of options that cannot be meant together."""
-    with Fp16OnCpu(), own_environment():
+    with fp16_on_cpu(), own_environment():
         try:
             DOORS[door](options, precision)
         except ValueError as error:

@@ -1,22 +1,20 @@
-"""Micro-batches whose gradient is not finite in one element, on one rank."""
+"""Backwards that go wrong: a gradient that is not finite in one element on one rank, or an exception in the middle."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
-from support.windows import Micro, backward
+from support.windows import ALL, Micro, backward
 
 SPLIT = 3
 """The layer that the border between the partitions of two ranks splits: its first two elements are rank 0's."""
 
 
 def poisoned_backward(engine: Any, micro: Micro, poison: float, rank: int, layer: int = -1, element: int = -1) -> None:
-    """As :func:`windows.backward`, with ``poison`` in one element of one layer's gradient on one rank."""
+    """As :func:`support.windows.backward`, with ``poison`` in one element of one layer's gradient on one rank."""
     import deepspeed.comm as dist
 
     def poisoned(grad: torch.Tensor) -> torch.Tensor:
@@ -31,21 +29,9 @@ def poisoned_backward(engine: Any, micro: Micro, poison: float, rank: int, layer
         handle.remove()
 
 
-@contextmanager
-def warnings_of(name: str) -> Iterator[list[str]]:
-    """What a logger is told from warnings on while the block runs."""
-    told: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
-
-    logger, listener = logging.getLogger(name), Listener(logging.WARNING)
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    logger.addHandler(listener)
-    try:
-        yield told
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(before)
+def interrupt_backward(engine: Any) -> None:
+    """Run a backward that an exception ends in the middle, as the first layer's gradient arrives."""
+    handle = engine.module.layers[0].weight.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("interrupted")))
+    with pytest.raises(KeyError, match="interrupted"):
+        backward(engine, Micro(ALL, 2))
+    handle.remove()

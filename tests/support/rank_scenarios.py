@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from support.windows import Micro, Setup, backward, build
-
-ALL = (True,) * 5
+from support.engines import build
+from support.setup import Setup
+from support.windows import ALL, Micro, backward
 
 
 @dataclass

@@ -33,8 +33,6 @@ Request = list[Round]
 class Sliced(torch.nn.Module):
     """Parameters of different sizes, whose gradients are slices of the input."""
 
-    checkpointing = "none"
-
     def __init__(self) -> None:
         super().__init__()
         self.parts = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(size)) for size in SIZES)

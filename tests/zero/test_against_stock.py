@@ -7,16 +7,17 @@ The sums of windows are compared so in ``test_cases`` and ``test_grid``, costs a
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from test_partition import OneWeight, feed, full_grad
 
+from support.engines import build
+from support.fp16 import fp16_on_cpu
+from support.models import Numbered, OneWeight, feed, full_grad
+from support.overflow_configs import fp16_masters
 from support.ranks import RankGroup
-from support.windows import LR, Fp16OnCpu, Micro, Setup, backward, build
-
-ALL = (True,) * 5
+from support.setup import Setup
+from support.windows import ALL, LR, Micro, backward
 
 
 def weight_change(engine: Any, before: torch.Tensor) -> float:
@@ -77,12 +78,8 @@ def test_a_step_without_a_backward(two_ranks: RankGroup) -> None:
 
 def beyond_fp16(ours: bool) -> tuple[bool, bool]:
     """A window whose fp32 sum is above the fp16 range, with fp16 masters: applied, and whether weights stay finite."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    fp16 = {"enabled": True, "loss_scale": 1.0, "fp16_master_weights_and_grads": True}
-    config = {"fp16": fp16, "communication_data_type": "fp32"}
-    setup = Setup(stage=2, offload=True, model="fp16", accum="fp32", config=config)
-    with Fp16OnCpu(), patch("torch.optim.SGD", lambda groups, lr: DeepSpeedCPUAdam(groups, lr=lr)):
+    setup = Setup(stage=2, offload=True, model="fp16", accum="fp32", optimizer="cpu_adam", config=fp16_masters())
+    with fp16_on_cpu():
         engine = build(setup, ours, model=OneWeight())
         feed(engine, 60000.0, request_end=False)
         feed(engine, 60000.0)
@@ -150,11 +147,7 @@ def test_an_absent_parameter_without_managed_boundaries(two_ranks: RankGroup) ->
 def weights_read_back(ours: bool) -> list[float]:
     from deepspeed.utils import safe_get_full_fp32_param
 
-    module = torch.nn.Module()
-    module.checkpointing = "none"
-    for i in range(4):
-        module.register_parameter(f"p{i}", torch.nn.Parameter(torch.full((4,), float(i + 1))))
-    engine = build(Setup(zero={"round_robin_gradients": True}), ours, model=module)
+    engine = build(Setup(zero={"round_robin_gradients": True}), ours, model=Numbered())
     read = [safe_get_full_fp32_param(p)[0].item() for p in engine.module.parameters()]
     engine.destroy()
     return read
@@ -171,7 +164,7 @@ def test_master_weights_under_round_robin(two_ranks: RankGroup) -> None:
 def doubling_the_loss_scale(ours: bool) -> list[float]:
     fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
     applied, scales = [], []
-    with Fp16OnCpu():
+    with fp16_on_cpu():
         engine = build(Setup(stage=2, model="fp16", accum="fp16", config={"fp16": fp16}), ours, model=OneWeight())
         for _ in range(3):
             before = weight(engine)

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from support.engines import build
 from support.ranks import RankGroup
 from support.recorded_windows import CASES, TwoLayers
-from support.windows import LR, Setup, build
+from support.setup import Setup
+from support.windows import LR
 
 CONFIGURATIONS = {
     f"zero{stage} {'offload' if offload else 'device'} model={model} accumulate={accum}": Setup(

@@ -11,12 +11,12 @@ import torch
 
 from requestzero.probe.counters import Operators
 from requestzero.probe.models import Chain
+from support.engines import build
+from support.fp16 import fp16_on_cpu
+from support.grid import FP16_SUMS, SUMS, every_place
+from support.overflow_configs import STATIC_FP16
 from support.ranks import RankGroup
-from support.windows import Fp16OnCpu, Setup, build
-
-DTYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")]
-PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
-every_place = pytest.mark.parametrize(("stage", "offload"), PLACES)
+from support.setup import Setup
 
 # What looks at values: verdicts, and what they are made of.
 INSPECTIONS = ("isfinite", "isinf", "isnan", "eq", "ne", "any", "all", "amax", "amin", "max", "min", "logical_or")
@@ -24,8 +24,6 @@ NORMS = ("linalg_vector_norm", "_foreach_norm", "norm")
 
 
 class Many(Chain):
-    checkpointing = "none"
-
     def __init__(self, tensors: int) -> None:
         super().__init__(tensors, width=8)
 
@@ -35,7 +33,7 @@ def precision(model: str, check: bool) -> dict[str, Any]:
     sections: dict[str, dict[str, Any]] = {
         "fp32": {},
         "bf16": {"bf16": {"enabled": True, "check_grad_overflow": check}},
-        "fp16": {"fp16": {"enabled": True, "loss_scale": 16.0}},
+        "fp16": STATIC_FP16,
     }
     return sections[model]
 
@@ -44,7 +42,7 @@ def configurations(stage: int, offload: bool) -> list[Setup]:
     """Every dtype of model and sum, with the check on and, where it can be, off."""
     return [
         Setup(stage=stage, offload=offload, model=model, accum=accum, config=precision(model, check))
-        for model, accum in DTYPES
+        for model, accum in SUMS + FP16_SUMS
         for check in ((True, False) if model == "bf16" else (True,))
     ]
 
@@ -66,7 +64,7 @@ def counted_window(engine: Any) -> tuple[Operators, Operators]:
 def costs(setups: list[Setup], requestzero: bool, tensors: int) -> list[dict[str, Counter[str]]]:
     """Counts of the second window, for every setup."""
     counts = []
-    with Fp16OnCpu():
+    with fp16_on_cpu():
         for setup in setups:
             engine: Any = build(setup, requestzero, model=Many(tensors))
             counted_window(engine)
@@ -162,7 +160,7 @@ def test_nothing_looks_at_gradients_where_nobody_wants_their_norm(two_ranks: Ran
 def operators_of_step(setup: Setup, divisor: float) -> list[tuple[int, int]]:
     """Operators and host reads of the steps of three windows."""
     seen = []
-    with Fp16OnCpu():
+    with fp16_on_cpu():
         engine: Any = build(setup, model=Many(8))
         x = torch.ones(1, 8, dtype=next(engine.module.parameters()).dtype, device=engine.device)
         for _ in range(3):
@@ -184,7 +182,7 @@ def test_a_divisor_costs_nothing_where_the_step_divides_anyway(
     """With clipping (bf16) or a loss scale (fp16) the divisor is part of that division: not one operator more."""
     config: dict[str, Any] = {
         "bf16": {"gradient_clipping": 1e-6},
-        "fp16": {"fp16": {"enabled": True, "loss_scale": 16.0}},
+        "fp16": STATIC_FP16,
     }
     setup = Setup(stage=stage, offload=offload, model=model, accum="fp32", config=config[model])
     without, with_divisor = (two_ranks.run(operators_of_step, setup, divisor)[0] for divisor in (1.0, 3.0))

@@ -6,21 +6,19 @@ import copy
 import io
 import pickle
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from test_window import applied_by, assert_sums
 
+from support.engines import build, masters, module_weights
+from support.grid import every_place, every_sum
+from support.models import OneWeight
 from support.ranks import RankGroup
-from support.windows import IN, LR, Layers, Micro, OneWeight, Setup, backward, build, masters, reference, values
+from support.setup import Setup
+from support.updates import applied_by, assert_sums, difference
+from support.windows import ALL, IN, LR, Layers, Micro, backward, inputs_of, reference
 
-ALL = (True,) * 5
 SOME = (True, False, True, True, False)
-PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
-SUMS = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")]
-every_place = pytest.mark.parametrize(("stage", "offload"), PLACES)
-every_sum = pytest.mark.parametrize(("model", "accum"), SUMS)
 
 
 # --- other ways to drive a backward ---------------------------------------------------------------------------------
@@ -73,14 +71,11 @@ def test_no_sync_keeps_gradients_local_until_later(
 
 def plain_backward(setup: Setup) -> None:
     """``loss.backward()`` instead of ``engine.backward(loss)``."""
-    import deepspeed.comm as dist
-
     engine = build(setup)
-    dtype = next(engine.module.parameters()).dtype
     micros = [Micro(ALL, 1), Micro(SOME, 2), Micro(ALL, 3)]
     for micro in micros:
         engine.set_gradient_accumulation_boundary(micro.seed != 2)
-        x, w = (v.to(engine.device, dtype) for v in values(micro.seed, dist.get_rank(), dist.get_world_size()))
+        x, w = inputs_of(engine, micro.seed)
         engine(x.requires_grad_(), w, micro.uses).backward()
     assert engine.update_window.micro_batches == 3
     assert engine.update_window.requests == 2
@@ -127,8 +122,7 @@ def accumulation_steps(setup: Setup) -> None:
         for micro in micros:
             backward(engine, micro, mark=False)
             engine.step()
-        applied = [(b - a).double() / LR for b, a in zip(before, masters(engine), strict=True)]
-        assert_sums(applied, micros, divisor=4.0)
+        assert_sums(difference(before, masters(engine)), micros, divisor=4.0)
         assert engine.update_window.requests == 0
     assert (engine.global_steps, engine.micro_steps) == (2, 8)
     engine.destroy()
@@ -254,8 +248,6 @@ def test_the_module_can_be_copied_inside_a_window(two_ranks: RankGroup, stage: i
 
 
 class Smooth(torch.nn.Module):
-    checkpointing = "none"
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
@@ -272,12 +264,10 @@ def batch(step: int, request: int, rank: int) -> torch.Tensor:
 def adamw_parity(stage: int, offload: bool, cpu_adam: bool, clip: float) -> float:
     """Largest difference of the weights to ``torch.optim.AdamW`` after six updates of three requests, divided by 3."""
     import deepspeed.comm as dist
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    factory = (lambda groups, lr: DeepSpeedCPUAdam(groups, lr=lr, weight_decay=0.01)) if cpu_adam else torch.optim.AdamW
-    with patch("torch.optim.AdamW", factory):
-        setup = Setup(stage=stage, offload=offload, optimizer="adamw", config={"gradient_clipping": clip})
-        engine = build(setup, model=Smooth(), lr=0.01)
+    optimizer = "cpu_adam" if cpu_adam else "adamw"
+    setup = Setup(stage=stage, offload=offload, optimizer=optimizer, config={"gradient_clipping": clip})
+    engine = build(setup, model=Smooth(), lr=0.01, weight_decay=0.01)
     model = Smooth()
     reference = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(6):
@@ -314,13 +304,11 @@ def test_deepspeed_cpu_adam_equals_torch(two_ranks: RankGroup, stage: int) -> No
 
 def bf16_masters(stage: int, accum: str, requests: int) -> tuple[torch.Tensor, list[int]]:
     """Error of the gradient that a bf16 host gradient holds, and the partition's bytes after every request."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.utils import safe_get_full_grad
 
     config = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "communication_data_type": "fp32"}
-    setup = Setup(stage=stage, offload=True, model="bf16", accum=accum, config=config)
-    with patch("torch.optim.SGD", lambda groups, lr: DeepSpeedCPUAdam(groups, lr=lr)):
-        engine = build(setup, model=torch.nn.Sequential(torch.nn.Linear(8, 1, bias=False)))
+    setup = Setup(stage=stage, offload=True, model="bf16", accum=accum, optimizer="cpu_adam", config=config)
+    engine = build(setup, model=torch.nn.Sequential(torch.nn.Linear(8, 1, bias=False)))
     weight, held = engine.module[0].weight, []
     exact = torch.zeros(8, dtype=torch.float64)
     for i in range(requests):
@@ -494,7 +482,7 @@ def save_after_two_updates(setup: Setup, requestzero: bool, folder: str) -> list
         backward(engine, Micro(ALL, seed))
         engine.step()
     engine.save_checkpoint(folder)
-    weights = [p.detach().float().clone() for p in engine.module.parameters()]
+    weights = module_weights(engine)
     engine.destroy()
     return weights
 
@@ -502,10 +490,10 @@ def save_after_two_updates(setup: Setup, requestzero: bool, folder: str) -> list
 def load_and_step(setup: Setup, requestzero: bool, folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     engine = build(setup, requestzero)
     engine.load_checkpoint(folder)
-    loaded = [p.detach().float().clone() for p in engine.module.parameters()]
+    loaded = module_weights(engine)
     backward(engine, Micro(ALL, 9))
     engine.step()
-    stepped = [p.detach().float().clone() for p in engine.module.parameters()]
+    stepped = module_weights(engine)
     engine.destroy()
     return loaded, stepped
 

@@ -9,32 +9,24 @@ from __future__ import annotations
 
 import random
 import zlib
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
+from support.engines import build
+from support.fp16 import fp16_on_cpu
+from support.grid import PLACES, SUMS
 from support.ranks import RankGroup
-from support.windows import (
-    OUTS,
-    Fp16OnCpu,
-    Micro,
-    Setup,
-    Window,
-    backward,
-    build,
-    reference,
-    run_windows,
-    wrong_updates,
-)
+from support.setup import Setup
+from support.updates import run_windows
+from support.windows import OUTS, Micro, Window, backward, reference, wrong_updates
 
 EXAMPLES = 3  # per configuration, of one or two windows each
-PLACES = list(product((1, 2), (False, True)))  # stage, offload
-SUMS = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")]  # model, accumulation
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reentrant": {"checkpointing": "reentrant"},
@@ -260,12 +252,11 @@ def test_the_combinations_cover_every_pair(stage: int) -> None:
 
 
 def sums_before_the_step(setup: Setup, drawn: list[Window]) -> list[list[torch.Tensor]]:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.utils import safe_get_full_grad
 
     sums = []
-    with Fp16OnCpu(), patch("torch.optim.SGD", lambda groups, lr: DeepSpeedCPUAdam(groups, lr=lr)):
-        engine = build(setup)
+    with fp16_on_cpu():
+        engine = build(replace(setup, optimizer="cpu_adam"))
         for window in drawn:
             for micro in window:
                 backward(engine, micro)

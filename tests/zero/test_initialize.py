@@ -18,8 +18,10 @@ from requestzero.config.merge import Source, merge
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.translation import overflow_to_config, settings_to_config
 from requestzero.zero.patch import replaced
+from support.engines import build
 from support.ranks import RankGroup
-from support.windows import Layers, Setup
+from support.setup import Setup
+from support.windows import Layers
 
 
 def built_from(source: str, folder: str) -> tuple[bool, int, dict[str, Any]]:
@@ -64,8 +66,6 @@ def test_every_form_of_configuration(one_rank: RankGroup, source: str, tmp_path:
 
 def stock_with_retain() -> str:
     import deepspeed
-
-    from support.windows import build
 
     config = Setup(retain=True).deepspeed_config()
     try:

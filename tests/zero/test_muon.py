@@ -9,75 +9,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from support.engines import module_weights
+from support.grid import PLACES, every_place, every_sum
+from support.muon import Matrices, batch, build_muon, momentum
 from support.ranks import RankGroup
-from support.windows import IN
-
-PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
-SUMS = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")]
-every_place = pytest.mark.parametrize(("stage", "offload"), PLACES)
-every_sum = pytest.mark.parametrize(("model", "accum"), SUMS)
-
-
-class Matrices(torch.nn.Module):
-    """Three matrices of different sizes, the second of which the border between two ranks splits, and biases.
-
-    Gradients are small integers, exact in every dtype: Muon orthogonalises in bf16, which amplifies a difference in the
-    last place of its input by more than any tolerance that would still see a mistake.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.a, self.b, self.c = torch.nn.Linear(IN, 6), torch.nn.Linear(6, 8), torch.nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor, use_b: bool = True) -> torch.Tensor:
-        wide = x.repeat(1, 2)
-        outputs = [self.a(x), self.b(wide[:, :6]), self.c(wide)] if use_b else [self.a(x), self.c(wide)]
-        return sum((output * self._factors(x, output.shape[1])).sum() for output in outputs)
-
-    @staticmethod
-    def _factors(x: torch.Tensor, width: int) -> torch.Tensor:
-        return (x.sum(1, keepdim=True) / 2 + torch.arange(width, device=x.device)) % 5 - 2
-
-
-def build(stage: int, offload: bool, model: str, accum: str, requestzero: bool, **config: Any) -> Any:
-    import deepspeed
-
-    import requestzero as ours
-    from support.windows import Setup
-
-    config |= Setup(stage=stage, offload=offload, model=model, accum=accum).deepspeed_config() | {
-        "gradient_clipping": 1.0,
-        # PyTorch's Adam beside Muon: DeepSpeed's would compile for minutes.
-        "optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95, "torch_adam": True}},
-    }
-    return (ours if requestzero else deepspeed).initialize(model=Matrices(), config=config)[0]
-
-
-def batch(engine: Any, step: int, request: int) -> torch.Tensor:
-    """Even integers, so that the mean over two ranks is exact."""
-    import deepspeed.comm as dist
-
-    generator = torch.Generator().manual_seed(1000 * step + 10 * request + dist.get_rank())
-    return (2 * torch.randint(-2, 3, (3, IN), generator=generator)).to(
-        engine.device, next(engine.module.parameters()).dtype
-    )
 
 
 def muon_groups(engine: Any) -> list[int]:
     optimizer = engine.optimizer
     return [i for i, group in enumerate(optimizer.bit16_groups) if getattr(group[0], "use_muon", False)]
-
-
-def momentum(engine: Any) -> list[torch.Tensor]:
-    """This rank's momentum, and everything else that the inner optimizer keeps."""
-    state = engine.optimizer.optimizer.state
-    flats = engine.optimizer.single_partition_of_fp32_groups
-    return [v.detach().float().clone() for flat in flats for v in state.get(flat, {}).values() if torch.is_tensor(v)]
-
-
-def weights(engine: Any) -> list[torch.Tensor]:
-    return [p.detach().float().cpu().clone() for p in engine.module.parameters()]
 
 
 def is_split(engine: Any) -> bool:
@@ -108,7 +48,7 @@ def three_updates(
 def _three_updates(
     stage: int, offload: bool, model: str, accum: str, requestzero: bool
 ) -> tuple[list[torch.Tensor], float]:
-    engine = build(stage, offload, model, accum, requestzero)
+    engine = build_muon(stage, offload, model, accum, requestzero)
     assert muon_groups(engine)
     assert is_split(engine)
     for step in range(3):
@@ -117,7 +57,7 @@ def _three_updates(
             loss = engine(batch(engine, step, request))
             engine.backward(loss if requestzero else loss / 2)
         engine.step(**({"divisor": 2.0} if requestzero else {}))
-    result = weights(engine), float(engine.get_global_grad_norm())
+    result = module_weights(engine), float(engine.get_global_grad_norm())
     engine.destroy()
     return result
 
@@ -144,7 +84,7 @@ def vectors(stage: int, offload: bool, comm_dtype: str | None, requestzero: bool
     from deepspeed.utils import safe_get_full_grad
 
     config = {"communication_data_type": comm_dtype} if comm_dtype else {}
-    engine = build(stage, offload, "bf16", "fp32", requestzero, **config)
+    engine = build_muon(stage, offload, "bf16", "fp32", requestzero, **config)
     plain = Matrices().to(engine.device, torch.bfloat16)
     plain(batch(engine, 0, 0)).backward()
     engine.set_gradient_accumulation_boundary(True)
@@ -177,13 +117,13 @@ def test_stock_loses_a_vector_beside_a_matrix(two_ranks: RankGroup) -> None:
 
 def requests_or_one(stage: int, offload: bool, model: str, accum: str, one_request: bool) -> list[torch.Tensor]:
     """Two updates of three micro-batches, each a request of its own, or all of them one request."""
-    engine = build(stage, offload, model, accum, True)
+    engine = build_muon(stage, offload, model, accum)
     for step in range(2):
         for request in range(3):
             engine.set_gradient_accumulation_boundary(request == 2 or not one_request)
             engine.backward(engine(batch(engine, step, request)))
         engine.step()
-    result = weights(engine) + momentum(engine)
+    result = module_weights(engine) + momentum(engine)
     engine.destroy()
     return result
 
@@ -202,7 +142,7 @@ def test_where_requests_end_does_not_matter(
 
 
 def poisoned_window(stage: int, offload: bool, model: str, accum: str) -> None:
-    engine = build(stage, offload, model, accum, True)
+    engine = build_muon(stage, offload, model, accum)
 
     def window(poison: bool = False) -> None:
         for request in range(2):
@@ -212,22 +152,22 @@ def poisoned_window(stage: int, offload: bool, model: str, accum: str) -> None:
         engine.step()
 
     window()
-    before = weights(engine) + momentum(engine)
+    before = module_weights(engine) + momentum(engine)
     window(poison=True)
     assert not engine.was_step_applied()
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(engine) + momentum(engine), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, module_weights(engine) + momentum(engine), strict=True))
     assert len(before) > 6
     window()
     assert engine.was_step_applied()
-    after = weights(engine) + momentum(engine)
+    after = module_weights(engine) + momentum(engine)
     engine.destroy()
-    twin = build(stage, offload, model, accum, True)
+    twin = build_muon(stage, offload, model, accum)
     for _ in range(2):
         for request in range(2):
             twin.set_gradient_accumulation_boundary(True)
             twin.backward(twin(batch(twin, 0, request)))
         twin.step()
-    assert all(torch.equal(a, b) for a, b in zip(after, weights(twin) + momentum(twin), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(after, module_weights(twin) + momentum(twin), strict=True))
     twin.destroy()
 
 
@@ -241,7 +181,7 @@ def test_a_window_that_is_not_finite_leaves_the_momentum(
 
 def absent_matrix(stage: int, offload: bool, model: str, accum: str, requests: int) -> list[torch.Tensor]:
     """A window with all matrices, then one without ``b``: its gradient is zero there, whatever came before."""
-    engine = build(stage, offload, model, accum, True)
+    engine = build_muon(stage, offload, model, accum)
     for step, use_b in enumerate((True, False)):
         for request in range(requests):
             engine.set_gradient_accumulation_boundary(request == requests - 1)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from support.engines import build
+from support.grid import every_place
 from support.ranks import RankGroup
-from support.windows import OUTS, Micro, Setup, backward, build, reference
+from support.setup import Setup
+from support.windows import OUTS, Micro, backward, reference
 
-PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
 MICRO = Micro((True,) * len(OUTS), 7)
 REPLICATED, PARALLEL = 1, 3
 """Layers: one that other pipeline stages hold as well, and one that model parallelism splits."""
@@ -33,7 +35,7 @@ def norm(setup: Setup, model_parallel_rank: int, requestzero: bool) -> tuple[flo
     return result
 
 
-@pytest.mark.parametrize(("stage", "offload"), PLACES)
+@every_place
 @pytest.mark.parametrize("accum", ["bf16", "fp32"])
 @pytest.mark.parametrize("model_parallel_rank", [0, 1])
 def test_replicated_parameters_are_counted_once(

@@ -6,22 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_window import applied_by, assert_sums, interrupt_backward
 
+from support.engines import build, masters
+from support.grid import every_place, every_sum
+from support.poison import interrupt_backward
 from support.ranks import RankGroup
-from support.windows import LR, Micro, Setup, backward, build, masters, values
-
-ALL = (True,) * 5
-PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
-every_place = pytest.mark.parametrize(("stage", "offload"), PLACES)
-every_sum = pytest.mark.parametrize(("model", "accum"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+from support.setup import Setup
+from support.updates import applied_by, assert_sums
+from support.windows import ALL, LR, Micro, backward, inputs_of
 
 
 def loss_of(engine: Any, micro: Micro) -> torch.Tensor:
-    import deepspeed.comm as dist
-
-    dtype = next(engine.module.parameters()).dtype
-    x, w = (v.to(engine.device, dtype) for v in values(micro.seed, dist.get_rank(), dist.get_world_size()))
+    x, w = inputs_of(engine, micro.seed)
     return engine(x.requires_grad_(), w, micro.uses)
 
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest.mock import patch
-
 import pytest
 import torch
 
 from requestzero.probe.counters import Operators
+from support.engines import build, masters, masters_and_state
+from support.fp16 import fp16_on_cpu
+from support.grid import every_place
+from support.models import OneWeight, feed
+from support.overflow_configs import UNCHECKED_BF16, fp16_masters
 from support.poison import poisoned_backward
 from support.ranks import RankGroup
-from support.windows import LR, Fp16OnCpu, Micro, OneWeight, Setup, backward, build, masters, reference
-
-ALL = (True,) * 5
-PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
-every_place = pytest.mark.parametrize(("stage", "offload"), PLACES)
-
-
-def state_of(engine: Any) -> list[torch.Tensor]:
-    optimizer = engine.optimizer
-    flat = optimizer.single_partition_of_fp32_groups[0]
-    return [*masters(engine), *(v.clone() for v in optimizer.state[flat].values() if torch.is_tensor(v))]
+from support.setup import Setup
+from support.updates import applied_by, assert_sums
+from support.windows import ALL, LR, Micro, backward
 
 
 def skipped(setup: Setup, position: int, poison: float, rank: int) -> None:
@@ -29,7 +23,7 @@ def skipped(setup: Setup, position: int, poison: float, rank: int) -> None:
     for micro in (Micro(ALL, 1), Micro(ALL, 2)):
         backward(engine, micro)
     engine.step()
-    before = state_of(engine)
+    before = masters_and_state(engine)
     for i in range(3):
         # The poisoned layer is absent from the requests after.
         if i == position:
@@ -39,17 +33,14 @@ def skipped(setup: Setup, position: int, poison: float, rank: int) -> None:
     engine.step()
     assert not engine.was_step_applied()
     assert (engine.skipped_steps, engine.applied_updates) == (1, 1)
-    assert all(torch.equal(a, b) for a, b in zip(before, state_of(engine), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, masters_and_state(engine), strict=True))
     assert not engine.update_window.is_open
     assert engine.grad_partition_bytes() == 0
     if setup.optimizer == "sgd":
         for micros in ([Micro((True, True, False, True, True), 5)], [Micro(ALL, 6), Micro(ALL, 7)]):
-            start = masters(engine)
             for micro in micros:
                 backward(engine, micro)
-            engine.step()
-            for a, b, wanted in zip(start, masters(engine), reference([micros], 2)[0], strict=True):
-                assert torch.equal((a - b).double() / LR, wanted)
+            assert_sums(applied_by(engine), micros)
     engine.destroy()
 
 
@@ -82,8 +73,7 @@ def applied_without_check(setup: Setup) -> tuple[bool, bool, int]:
 
 @every_place
 def test_the_check_can_be_off_in_bf16(two_ranks: RankGroup, stage: int, offload: bool) -> None:
-    config = {"bf16": {"enabled": True, "check_grad_overflow": False}}
-    setup = Setup(stage=stage, offload=offload, model="bf16", accum="fp32", config=config)
+    setup = Setup(stage=stage, offload=offload, model="bf16", accum="fp32", config=UNCHECKED_BF16)
     assert two_ranks.run(applied_without_check, setup) == [(True, True, 0)] * 2
 
 
@@ -132,14 +122,13 @@ def fp16_dynamic_scale(stage: int, offload: bool, accum: str) -> None:
     """The step that doubles the scale still divides by the scale of its own backwards."""
     fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
     setup = Setup(stage=stage, offload=offload, model="fp16", accum=accum, config={"fp16": fp16})
-    with Fp16OnCpu():
+    with fp16_on_cpu():
         engine = build(setup, model=OneWeight())
         scales = []
         for value in (1.0, 2.0, 3.0, float("inf"), 4.0):
             before = masters(engine)[0]
             for _ in range(2):
-                engine.set_gradient_accumulation_boundary(True)
-                engine.backward(engine(torch.full_like(engine.module.weight, value)))
+                feed(engine, value)
             engine.step(divisor=2.0)
             scales.append(engine.optimizer.loss_scale)
             applied = (before - masters(engine)[0]) / LR
@@ -160,17 +149,11 @@ def test_dynamic_loss_scale_and_divisor_together(two_ranks: RankGroup, stage: in
 
 def beyond_fp16(stage: int, contributions: list[float]) -> tuple[bool, float]:
     """fp32 accumulation with fp16 masters, one value per request: whether the step was applied, and the norm."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    fp16 = {"enabled": True, "loss_scale": 1.0, "fp16_master_weights_and_grads": True}
-    setup = Setup(
-        stage=stage, offload=True, model="fp16", accum="fp32", config={"fp16": fp16, "communication_data_type": "fp32"}
-    )
-    with Fp16OnCpu(), patch("torch.optim.SGD", lambda groups, lr: DeepSpeedCPUAdam(groups, lr=lr)):
+    setup = Setup(stage=stage, offload=True, model="fp16", accum="fp32", optimizer="cpu_adam", config=fp16_masters())
+    with fp16_on_cpu():
         engine = build(setup, model=OneWeight())
         for value in contributions:
-            engine.set_gradient_accumulation_boundary(True)
-            engine.backward(engine(torch.full_like(engine.module.weight, value)))
+            feed(engine, value)
         engine.step()
         applied = engine.was_step_applied()
         finite = all(bool(m.isfinite().all()) for m in masters(engine))

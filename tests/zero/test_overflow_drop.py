@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from itertools import cycle, product
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from requestzero.probe.counters import Operators
-from support.poison import SPLIT, poisoned_backward, warnings_of
+from support.engines import build, masters, module_weights
+from support.fp16 import fp16_on_cpu, fp16_where_needed
+from support.grid import FP16_SUMS, PLACES, SUMS, every_place, every_sum
+from support.logs import logged_by
+from support.models import Few, OneWeight, feed, full_grad
+from support.muon import batch, build_muon, momentum
+from support.overflow_configs import fp16_masters, overflow_config
+from support.poison import SPLIT, poisoned_backward
 from support.ranks import RankGroup
-from support.windows import LR, OUTS, Fp16OnCpu, Micro, OneWeight, Setup, backward, build, masters, reference
+from support.setup import Setup
+from support.updates import assert_sums, difference
+from support.windows import ALL, LR, OUTS, Micro, backward, reference
 
-ALL = (True,) * 5
-PLACES = list(product((1, 2), (False, True)))
-every_place = pytest.mark.parametrize(("stage", "offload"), PLACES)
-
-
-def config_of(model: str, **policy: Any) -> dict[str, Any]:
-    sections: dict[str, Any] = {
-        "fp32": {"overflow": {"check_grad_overflow": True}},
-        "bf16": {"bf16": {"enabled": True}, "overflow": {}},
-        "fp16": {"fp16": {"enabled": True, "loss_scale": 16.0}, "overflow": {}},
-    }
-    config = sections[model]
-    config["overflow"] |= {"on_overflow": "drop_request", **policy}
-    return config
+DROP = {"on_overflow": "drop_request"}
 
 
 def dropping(stage: int, offload: bool, model: str, accum: str, **fields: Any) -> Setup:
-    return Setup(stage=stage, offload=offload, model=model, accum=accum, config=config_of(model), **fields)
+    return Setup(stage, offload, model, accum, config=overflow_config(model, **DROP), **fields)
 
 
-SUMS = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"retain": True},
@@ -66,7 +59,7 @@ def sampled() -> list[tuple[Setup, tuple[Any, ...], bool]]:
     options, poisons, ends = cycle(OPTIONS), cycle(POISONS), cycle([True, False, True])
     return [
         (dropping(stage, offload, model, accum, **next(options)), next(poisons), next(ends))
-        for (model, accum), (stage, offload) in product(SUMS, PLACES)
+        for (model, accum), (stage, offload) in product(SUMS + FP16_SUMS, PLACES)
     ] + [
         (dropping(stage, offload, "bf16", "fp32", **next(options)), next(poisons), next(ends))
         for (stage, offload), _ in product(PLACES, range(3))
@@ -91,7 +84,7 @@ def run_request(engine: Any, micros: list[Micro], bad: tuple[Any, ...] | None) -
 
 def windows_with_a_bad_request(setup: Setup, bad: tuple[Any, ...], marked: bool) -> None:
     """One window with a bad request, one with nothing else, and a clean one; each against the reference."""
-    with Fp16OnCpu() if setup.model == "fp16" else nullcontext():
+    with fp16_where_needed(setup.model):
         engine = build(setup)
         for number, (positions, poisoned) in enumerate([(3, {bad[0]}), (2, {0, 1}), (2, set())]):
             start, kept = masters(engine), []
@@ -107,9 +100,7 @@ def windows_with_a_bad_request(setup: Setup, bad: tuple[Any, ...], marked: bool)
             engine.set_gradient_accumulation_boundary(True)
             engine.step(divisor=window.micro_batches)
             assert engine.was_step_applied() == bool(kept)
-            wanted = reference([kept], 2)[0]
-            for before, after, total in zip(start, masters(engine), wanted, strict=True):
-                assert torch.equal((before - after).double() / LR, total / max(1, len(kept))), (number, setup)
+            assert_sums(difference(start, masters(engine)), kept, divisor=max(1, len(kept)))
         counts = engine.attempted_updates, engine.applied_updates, engine.skipped_updates, engine.dropped_requests
         assert counts == (3, 2, 1, 3)
         assert engine.last_skip.request_ids == ("request 0", "request 1")
@@ -134,7 +125,7 @@ def test_a_request_is_dropped_without_contiguous_gradients(two_ranks: RankGroup,
 
 def drops_are_told(setup: Setup) -> tuple[list[str], list[str]]:
     engine = build(setup)
-    with warnings_of("requestzero") as told:
+    with logged_by("requestzero") as told:
         for position in range(3):
             engine.begin_request(f"r{position}")
             run_request(engine, request_of(position, position, None, True), (0, math.nan, 1, 4, -1))
@@ -190,8 +181,8 @@ def coalesced_and_edited(setup: Setup) -> None:
     assert engine.dropped_requests == 3
     norm = math.sqrt(sum(float(total.square().sum()) for total in wanted))
     assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-6)
-    for before, after, total in zip(start, masters(engine), wanted, strict=True):
-        assert torch.equal((before - after).double() / LR, total)
+    for applied, total in zip(difference(start, masters(engine)), wanted, strict=True):
+        assert torch.equal(applied, total)
     engine.destroy()
 
 
@@ -205,18 +196,13 @@ def test_coalesced_requests_and_set_gradients(
 
 def beyond_fp16(stage: int) -> tuple[list[float], int]:
     """fp16 masters and fp32 accumulation: the second request takes the sum out of the host gradient's range."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.utils import safe_get_full_grad
-
-    fp16 = {"enabled": True, "loss_scale": 1.0, "fp16_master_weights_and_grads": True}
-    config = {"fp16": fp16, "communication_data_type": "fp32", "overflow": {"on_overflow": "drop_request"}}
-    setup = Setup(stage=stage, offload=True, model="fp16", accum="fp32", config=config)
-    with Fp16OnCpu(), patch("torch.optim.SGD", lambda groups, lr: DeepSpeedCPUAdam(groups, lr=lr)):
+    config = fp16_masters(**DROP)
+    setup = Setup(stage=stage, offload=True, model="fp16", accum="fp32", optimizer="cpu_adam", config=config)
+    with fp16_on_cpu():
         engine = build(setup, model=OneWeight())
         for value in (16384.0, 57344.0, 32768.0):
-            engine.set_gradient_accumulation_boundary(True)
-            engine.backward(engine(torch.full_like(engine.module.weight, value)))
-        total = safe_get_full_grad(engine.module.weight).tolist()
+            feed(engine, value)
+        total = full_grad(engine).tolist()
         engine.step()
         assert engine.was_step_applied()
         engine.destroy()
@@ -230,24 +216,17 @@ def test_what_is_judged_is_the_value_on_the_host(two_ranks: RankGroup, stage: in
 
 def muon_with_a_bad_request(stage: int, offload: bool, model: str, accum: str, bad: bool) -> list[torch.Tensor]:
     """Weights and momentum after two updates, with a request that is dropped from each or without it."""
-    import test_muon
-
-    with patch.object(Setup, "deepspeed_config", policy_in_config(Setup.deepspeed_config, config_of(model))):
-        engine = test_muon.build(stage, offload, model, accum, True)
+    engine = build_muon(stage, offload, model, accum, **overflow_config(model, **DROP))
     for step in range(2):
         for request in range(3 if bad else 2):
             engine.set_gradient_accumulation_boundary(True)
-            x = test_muon.batch(engine, step, request % 2)
+            x = batch(engine, step, request % 2)
             engine.backward(engine(x * math.nan if request == 2 else x))
         engine.step(divisor=engine.update_window.micro_batches)
     assert engine.dropped_requests == (2 if bad else 0)
-    result = [*test_muon.weights(engine), *test_muon.momentum(engine)]
+    result = [*module_weights(engine), *momentum(engine)]
     engine.destroy()
     return result
-
-
-def policy_in_config(original: Any, policy: dict[str, Any]) -> Any:
-    return lambda self, requestzero=True: original(self, requestzero) | policy
 
 
 @pytest.mark.parametrize(("stage", "offload", "accum"), [(1, False, "fp32"), (2, False, "bf16"), (2, True, "fp32")])
@@ -261,8 +240,6 @@ def test_muon(two_ranks: RankGroup, stage: int, offload: bool, accum: str) -> No
 
 def few_elements(setup: Setup) -> None:
     """Two groups of two and three elements on four ranks: some own nothing but padding."""
-    from test_small_partitions import Few
-
     engine = build(setup, model=Few([2, 3]))
     start = masters(engine)
     for value in (1.0, math.nan, 2.0, math.inf):
@@ -301,7 +278,7 @@ def costs(setup: Setup) -> tuple[list[int], int, list[int]]:
 
 
 @every_place
-@pytest.mark.parametrize(("model", "accum"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+@every_sum
 def test_one_host_read_per_request_and_one_copy_of_the_sums(
     two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str
 ) -> None:

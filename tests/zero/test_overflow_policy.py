@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,15 +13,19 @@ import torch
 import requestzero
 from requestzero.probe.counters import Operators
 from requestzero.zero.skips import name_requests
-from support.poison import SPLIT, poisoned_backward, warnings_of
+from support.engines import build, masters, masters_and_state
+from support.fp16 import fp16_on_cpu, fp16_where_needed
+from support.grid import FP16_SUMS, PLACES, SUMS, every_place
+from support.logs import logged_by
+from support.models import OneWeight, feed
+from support.overflow_configs import fp16_masters, overflow_config
+from support.poison import SPLIT, poisoned_backward
 from support.ranks import RankGroup
-from support.windows import LR, Fp16OnCpu, Micro, OneWeight, Setup, backward, build, masters, reference
+from support.setup import Setup
+from support.updates import applied_by, assert_sums
+from support.windows import ALL, Micro, backward
 
-ALL = (True,) * 5
 FIRST_FOUR = (True, True, True, True, False)
-PLACES = list(product((1, 2), (False, True)))
-SUMS = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")]
-every_place = pytest.mark.parametrize(("stage", "offload"), PLACES)
 # position of the request, value, rank, layer and element: a layer that is absent later, or one that is split.
 POISONS = [
     (0, math.nan, 0, 4, -1),
@@ -36,7 +38,7 @@ POISONS = [
 CASES = [
     (stage, offload, model, accum, *rest)
     for ((model, accum), (stage, offload)), *rest in zip(
-        product(SUMS, PLACES), cycle(POISONS), cycle(["sgd", "adamw", "adamw"]), strict=False
+        product(SUMS + FP16_SUMS, PLACES), cycle(POISONS), cycle(["sgd", "adamw", "adamw"]), strict=False
     )
 ]
 OPTIONS: list[dict[str, Any]] = [
@@ -47,16 +49,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"zero": {"contiguous_gradients": False}, "groups": 3},
 ]
 every_case = pytest.mark.parametrize(("stage", "offload", "model", "accum", "bad", "optimizer"), CASES)
-
-
-def config_of(model: str, **policy: Any) -> dict[str, Any]:
-    if model == "fp32":
-        return {"overflow": {"check_grad_overflow": True, **policy}}
-    return {model: {"enabled": True, **({"loss_scale": 16.0} if model == "fp16" else {})}, "overflow": policy}
-
-
-def opened(setup: Setup) -> Any:
-    return Fp16OnCpu() if setup.model == "fp16" else nullcontext()
 
 
 def bad_window(engine: Any, bad: tuple[Any, ...]) -> None:
@@ -77,28 +69,22 @@ def good_window(engine: Any, seed: int) -> list[Micro]:
     return micros
 
 
-def state_of(engine: Any) -> list[torch.Tensor]:
-    flats = engine.optimizer.single_partition_of_fp32_groups
-    kept = [v for flat in flats for v in engine.optimizer.state[flat].values() if torch.is_tensor(v)]
-    return [*masters(engine), *(v.clone() for v in kept)]
-
-
 def update_that_is_not_applied(setup: Setup, bad: tuple[Any, ...]) -> tuple[str, list[str], list[str]]:
     """The error, and what was told by us and by DeepSpeed, of a bad window between two good ones."""
-    with opened(setup):
+    with fp16_where_needed(setup.model):
         engine = build(setup)
         good_window(engine, 1)
         engine.step()
-        before = state_of(engine)
+        before = masters_and_state(engine)
         bad_window(engine, bad)
         error = ""
-        with warnings_of("requestzero") as told, warnings_of("DeepSpeed") as by_deepspeed:
+        with logged_by("requestzero") as told, logged_by("DeepSpeed") as by_deepspeed:
             try:
                 engine.step()
             except requestzero.GradientOverflowError as raised:
                 error = str(raised)
         assert not engine.was_step_applied()
-        assert all(map(torch.equal, before, state_of(engine)))
+        assert all(map(torch.equal, before, masters_and_state(engine)))
         assert not engine.update_window.is_open
         assert engine.grad_partition_bytes() == 0
         assert (engine.attempted_updates, engine.applied_updates, engine.skipped_updates) == (2, 1, 1)
@@ -109,13 +95,11 @@ def update_that_is_not_applied(setup: Setup, bad: tuple[Any, ...]) -> tuple[str,
         scale = 16.0 if setup.model == "fp16" else 1.0
         assert (skip.loss_scale_before, skip.loss_scale_after, engine.current_loss_scale()) == (scale,) * 3
         assert engine.loss_scale_history == ((0, scale),)
-        start = masters(engine)
         micros = good_window(engine, 5)
-        engine.step()
+        applied = applied_by(engine)
         assert engine.consecutive_skips == 0
         if setup.optimizer == "sgd":
-            for a, b, wanted in zip(start, masters(engine), reference([micros], 2)[0], strict=True):
-                assert torch.equal((a - b).double() / LR, wanted)
+            assert_sums(applied, micros)
         engine.destroy()
     return error, told, by_deepspeed
 
@@ -124,7 +108,7 @@ def update_that_is_not_applied(setup: Setup, bad: tuple[Any, ...]) -> tuple[str,
 def test_a_skip_is_told_once_on_rank_0(
     two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str, bad: tuple[Any, ...], optimizer: str
 ) -> None:
-    setup = Setup(stage, offload, model, accum, optimizer=optimizer, config=config_of(model))
+    setup = Setup(stage, offload, model, accum, optimizer=optimizer, config=overflow_config(model))
     (error, told, by_deepspeed), silent = two_ranks.run(update_that_is_not_applied, setup, bad)
     cause, scale = "NaN" if math.isnan(bad[1]) else "inf", 16 if model == "fp16" else 1
     assert told == [
@@ -148,7 +132,7 @@ def test_raise_names_request_parameter_and_rank(
     bad: tuple[Any, ...],
     option: dict[str, Any],
 ) -> None:
-    config = config_of(model, on_overflow="raise")
+    config = overflow_config(model, on_overflow="raise")
     setup = Setup(stage, offload, model, accum, config=config, **option)
     (error, told, by_deepspeed), other = two_ranks.run(update_that_is_not_applied, setup, bad)
     position, _, rank, layer, _ = bad
@@ -166,8 +150,7 @@ def run_values(engine: Any, values: list[float]) -> str:
     """A request of each value; the error of the step."""
     for value in values:
         engine.begin_request(f"value {value:g}")
-        engine.set_gradient_accumulation_boundary(True)
-        engine.backward(engine(torch.full_like(engine.module.weight, value)))
+        feed(engine, value)
     try:
         engine.step()
     except requestzero.GradientOverflowError as raised:
@@ -176,12 +159,9 @@ def run_values(engine: Any, values: list[float]) -> str:
 
 
 def sum_beyond_fp16(stage: int) -> tuple[str, str]:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    fp16 = {"enabled": True, "loss_scale": 1.0, "fp16_master_weights_and_grads": True}
-    config = {"fp16": fp16, "communication_data_type": "fp32", "overflow": {"on_overflow": "raise"}}
-    setup = Setup(stage=stage, offload=True, model="fp16", accum="fp32", config=config)
-    with Fp16OnCpu(), patch("torch.optim.SGD", lambda groups, lr: DeepSpeedCPUAdam(groups, lr=lr)):
+    config = fp16_masters(on_overflow="raise")
+    setup = Setup(stage=stage, offload=True, model="fp16", accum="fp32", optimizer="cpu_adam", config=config)
+    with fp16_on_cpu():
         engine = build(setup, model=OneWeight())
         cancelled = run_values(engine, [60000.0, 60000.0, -60000.0])
         error = run_values(engine, [60000.0, 60000.0, -60000.0, 60000.0])
@@ -243,14 +223,14 @@ def reads_of_a_window(setup: Setup, poison: float | None = None) -> tuple[list[i
 
 @every_place
 def test_raise_reads_nothing_in_backward(two_ranks: RankGroup, stage: int, offload: bool) -> None:
-    setup = Setup(stage, offload, "bf16", "fp32", config=config_of("bf16", on_overflow="raise"))
+    setup = Setup(stage, offload, "bf16", "fp32", config=overflow_config("bf16", on_overflow="raise"))
     assert two_ranks.run(reads_of_a_window, setup) == [([0, 0], 1, True, True)] * 2
 
 
 @every_place
 def test_fp32_is_not_inspected_unless_asked(two_ranks: RankGroup, stage: int, offload: bool) -> None:
     """By default not even the norm is read, and a NaN is applied; clipping reads it, and skips as DeepSpeed does."""
-    plain, checked = Setup(stage, offload), Setup(stage, offload, config=config_of("fp32"))
+    plain, checked = Setup(stage, offload), Setup(stage, offload, config=overflow_config("fp32"))
     clipped = Setup(stage, offload, config={"gradient_clipping": 1.0})
     assert two_ranks.run(reads_of_a_window, plain) == [([0, 0], 0, True, True)] * 2
     assert two_ranks.run(reads_of_a_window, plain, math.nan) == [([0, 0], 0, True, False)] * 2
@@ -264,7 +244,7 @@ def test_fp32_is_not_inspected_unless_asked(two_ranks: RankGroup, stage: int, of
 
 def skips_in_a_row(setup: Setup) -> list[str]:
     """Errors of seven windows, the first and third good, the others not finite."""
-    with opened(setup):
+    with fp16_where_needed(setup.model):
         engine = build(setup, model=OneWeight())
         errors = [run_values(engine, [1.0 if i in (0, 2) else math.inf]) for i in range(7)]
         assert (engine.attempted_updates, engine.applied_updates, engine.skipped_updates) == (7, 2, 5)
@@ -292,7 +272,7 @@ def test_too_many_skips_in_a_row_end_the_run(two_ranks: RankGroup) -> None:
 
 @pytest.mark.parametrize("model", ["bf16", "fp32"])
 def test_without_a_limit_any_number_is_skipped(two_ranks: RankGroup, model: str) -> None:
-    setup = Setup(2, True, model, model, config=config_of(model))
+    setup = Setup(2, True, model, model, config=overflow_config(model))
     assert two_ranks.run(skips_in_a_row, setup) == [[""] * 7] * 2
 
 
@@ -317,7 +297,7 @@ def saved_and_resumed(folder: str) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 2, "loss_scale_window": 2}
     setup = Setup(2, True, "fp16", "fp32", config={"fp16": fp16, "overflow": {"max_consecutive_skips": 4}})
     values = [1.0, math.inf, math.inf, math.inf, 1.0, 1.0, 1.0, 1.0, math.nan]
-    with Fp16OnCpu():
+    with fp16_on_cpu():
         engine = build(setup, model=OneWeight())
         for value in values[:3]:
             run_values(engine, [value])
@@ -369,5 +349,5 @@ def scheduled(setup: Setup) -> list[float]:
 
 @pytest.mark.parametrize("policy", ["skip", "raise", "drop_request"])
 def test_schedulers_move_on_applied_updates_only(two_ranks: RankGroup, policy: str) -> None:
-    setup = Setup(2, False, "bf16", "fp32", config=config_of("bf16", on_overflow=policy))
+    setup = Setup(2, False, "bf16", "fp32", config=overflow_config("bf16", on_overflow=policy))
     assert two_ranks.run(scheduled, setup) == [[0.5, 0.5, 0.25]] * 2

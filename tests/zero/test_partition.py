@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from requestzero.probe.counters import Allocations, Operators
+from support.engines import build, masters
+from support.fp16 import fp16_on_cpu
+from support.models import Numbered, OneWeight, feed, full_grad
 from support.ranks import RankGroup
-from support.windows import Fp16OnCpu, Micro, Setup, backward, build, masters
+from support.setup import Setup
+from support.windows import ALL, Micro, backward
 
-ALL = (True,) * 5
 FP32_SUM = {"model": "bf16", "accum": "fp32"}
-
-
-class OneWeight(torch.nn.Module):
-    """Gradient of the weight = the input; ``size`` elements."""
-
-    checkpointing = "none"
-
-    def __init__(self, size: int = 8) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
-
-
-def feed(engine: Any, value: float, request_end: bool = True) -> None:
-    engine.set_gradient_accumulation_boundary(request_end)
-    weight = engine.module.weight
-    engine.backward(engine(torch.full_like(weight, value)))
-
-
-def full_grad(engine: Any) -> torch.Tensor:
-    from deepspeed.utils import safe_get_full_grad
-
-    return safe_get_full_grad(engine.module.weight).detach().cpu().clone()
 
 
 # --- precision ------------------------------------------------------------------------------------------------------
@@ -165,7 +141,7 @@ def copies_and_memory(setup: Setup, requestzero: bool, ends: list[bool]) -> list
 
     Measured on what operators allocate, whoever holds it: on the CPU, buffers on the device and on the host alike.
     """
-    with Fp16OnCpu():
+    with fp16_on_cpu():
         engine = build(setup, requestzero, model=OneWeight(SIZE))
         host = engine.optimizer.single_partition_of_fp32_groups[0].grad
         seen, allocations = [], Allocations()
@@ -286,11 +262,7 @@ def test_an_absent_parameter_has_a_zero_gradient_that_can_be_set(
 def round_robin_weights(setup: Setup) -> tuple[list[float], list[float]]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-    module = torch.nn.Module()
-    module.checkpointing = "none"
-    for i in range(4):
-        module.register_parameter(f"p{i}", torch.nn.Parameter(torch.full((4,), float(i + 1))))
-    engine = build(setup, model=module)
+    engine = build(setup, model=Numbered())
     params = list(engine.module.parameters())
     read = [safe_get_full_fp32_param(p)[0].item() for p in params]
     safe_set_full_fp32_param(params[1], torch.full((4,), 20.0))

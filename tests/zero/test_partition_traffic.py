@@ -16,21 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from requestzero.probe.counters import Allocations
+from support.engines import build, masters
+from support.logs import logged_by
+from support.models import OneWeight, feed, full_grad
 from support.ranks import RankGroup
-from support.windows import (
-    Micro,
-    OneWeight,
-    Setup,
-    Window,
-    backward,
-    build,
-    masters,
-    reference,
-    run_windows,
-    wrong_updates,
-)
+from support.setup import Setup
+from support.updates import run_windows
+from support.windows import ALL, Micro, Window, backward, reference, wrong_updates
 
-ALL = (True,) * 5
 SOME = (True, False, True, False, True)  # every parameter of the first of two groups, none of the second
 RELEASED = Setup(offload=True, model="bf16", accum="fp32")
 PLENTY = 2**60
@@ -120,26 +113,15 @@ def test_a_retained_partition_is_never_restored(two_ranks: RankGroup, stage: int
 
 def automatic(free: list[int]) -> tuple[list[int], dict[str, int], list[str]]:
     """Bytes held after each of the requests, counts, and what was logged; one request for each of ``free``."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("requestzero")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel("INFO")
     held = []
-    try:
-        with free_memory([PLENTY, *free]):  # asked once when the engine is built
-            engine = build(replace(RELEASED, retain="auto"))
-            for seed in range(len(free)):
-                backward(engine, Micro(ALL, seed))
-                held.append(engine.grad_partition_bytes())
-            engine.step()
-            counts = asdict(engine.partition_traffic)
-            engine.destroy()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    with logged_by("requestzero", logging.INFO) as lines, free_memory([PLENTY, *free]):  # one when the engine is built
+        engine = build(replace(RELEASED, retain="auto"))
+        for seed in range(len(free)):
+            backward(engine, Micro(ALL, seed))
+            held.append(engine.grad_partition_bytes())
+        engine.step()
+        counts = asdict(engine.partition_traffic)
+        engine.destroy()
     return held, counts, lines
 
 
@@ -229,14 +211,9 @@ def test_weights_are_the_same_wherever_the_partition_is(two_ranks: RankGroup, se
 # --- what comes between a forward and its backward ------------------------------------------------------------------
 
 
-def feed(engine: Any, value: float) -> None:
-    engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(torch.full_like(engine.module.weight, value)))
-
-
 def set_after_a_forward(further: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum 1; a forward whose backward never comes; set to 5; then, if ``further``, a request of 2."""
-    from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+    from deepspeed.utils import safe_set_full_grad
 
     engine = build(RELEASED, model=OneWeight())
     weight = engine.module.weight
@@ -245,7 +222,7 @@ def set_after_a_forward(further: bool) -> tuple[torch.Tensor, torch.Tensor]:
     safe_set_full_grad(weight, torch.full((8,), 5.0, device=engine.device))
     if further:
         feed(engine, 2.0)
-    read = safe_get_full_grad(weight).cpu().clone()
+    read = full_grad(engine)
     engine.step()
     update = masters(engine)[0] * -16
     engine.destroy()
@@ -307,7 +284,7 @@ SIZE = 2**16
 def peak_of_a_window(early: bool) -> int:
     """The most that operators had allocated at once in the forwards and backwards of three requests."""
     # A bucket no larger than the model: DeepSpeed's default of a gigabyte would hide everything else.
-    engine = build(replace(RELEASED, zero={"reduce_bucket_size": SIZE}), model=OneWeightOf(SIZE))
+    engine = build(replace(RELEASED, zero={"reduce_bucket_size": SIZE}), model=WideForward(SIZE))
     x = torch.ones_like(engine.module.weight)
     allocations = Allocations()
     with patch.object(type(engine.optimizer), "restore_ahead", lambda self: None) if not early else nullcontext():
@@ -320,12 +297,8 @@ def peak_of_a_window(early: bool) -> int:
     return allocations.peak_bytes
 
 
-class OneWeightOf(OneWeight):
+class WideForward(OneWeight):
     """Its forward needs more memory than its backward."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + torch.zeros(64 * len(x)).sum()

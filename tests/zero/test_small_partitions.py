@@ -7,19 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from support.engines import build, masters, module_weights
+from support.grid import every_sum
+from support.models import Few
+from support.overflow_configs import UNCHECKED_BF16
 from support.ranks import RankGroup
-from support.windows import LR, Setup, build, masters
-
-
-class Few(torch.nn.Module):
-    checkpointing = "none"
-
-    def __init__(self, sizes: list[int]) -> None:
-        super().__init__()
-        self.weights = torch.nn.ParameterList(torch.zeros(size) for size in sizes)
-
-    def forward(self, x: float) -> torch.Tensor:
-        return sum((weight.sum() * x for weight in self.weights), torch.zeros((), device=self.weights[0].device))
+from support.setup import Setup
+from support.windows import LR
 
 
 def few_elements(setup: Setup, sizes: list[int], poison: bool) -> None:
@@ -43,7 +37,7 @@ def few_elements(setup: Setup, sizes: list[int], poison: bool) -> None:
 @pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("model", "accum"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+@every_sum
 def test_fewer_elements_than_ranks(request: Any, ranks: str, stage: int, offload: bool, model: str, accum: str) -> None:
     group: RankGroup = request.getfixturevalue(ranks)
     setup = Setup(stage=stage, offload=offload, model=model, accum=accum, groups=2)
@@ -94,7 +88,7 @@ def read_and_set_early(setup: Setup) -> tuple[torch.Tensor, torch.Tensor]:
     return read, applied
 
 
-@pytest.mark.parametrize(("model", "accum"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+@every_sum
 def test_an_absent_parameter_inside_an_open_request(two_ranks: RankGroup, model: str, accum: str) -> None:
     for read, applied in two_ranks.run(read_and_set_early, Setup(stage=2, offload=True, model=model, accum=accum)):
         assert torch.equal(read, torch.zeros(6))
@@ -117,13 +111,13 @@ def test_the_optimizer_does_not_end_requests_itself(two_ranks: RankGroup) -> Non
 
 
 def nan_with_clipping(offload: bool, requestzero: bool) -> list[torch.Tensor]:
-    config = {"bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": 1.0}
+    config = {**UNCHECKED_BF16, "gradient_clipping": 1.0}
     engine = build(Setup(offload=offload, model="bf16", accum="fp32", config=config), requestzero, model=Few([4, 4]))
     engine.module.weights[0].register_hook(lambda grad: grad * float("nan"))
     engine.set_gradient_accumulation_boundary(True)
     engine.backward(engine(100.0))
     engine.step()
-    weights = [p.detach().float().cpu().clone() for p in engine.module.parameters()]
+    weights = module_weights(engine)
     engine.destroy()
     return weights
 

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.engines import build
+from support.grid import every_sum
 from support.ranks import RankGroup
-from support.windows import Micro, Setup, backward, build
-
-ALL = (True,) * 5
+from support.setup import Setup
+from support.windows import ALL, Micro, backward
 
 
 class Stream:
@@ -221,7 +222,7 @@ def test_a_copy_under_way_is_waited_for(one_rank: RankGroup, then: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("model", "accum"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+@every_sum
 def test_the_host_waits_once_per_backward(one_rank: RankGroup, stage: int, model: str, accum: str) -> None:
     setup = Setup(stage=stage, offload=True, model=model, accum=accum)
     parts = one_rank.run(recorded, setup, [True, True, True])[0]

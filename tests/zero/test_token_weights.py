@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from requestzero.probe.counters import Operators
+from support.engines import build, masters, module_weights
+from support.fp16 import fp16_where_needed
+from support.grid import PLACES, every_place
+from support.muon import batch, build_muon, momentum
+from support.overflow_configs import STATIC_FP16, UNCHECKED_BF16
 from support.ranks import RankGroup
 from support.sequences import RANKS, SIZES, Sequence, Sliced, cut, draw, reference, run_window
-from support.windows import Fp16OnCpu, Setup, build, masters
+from support.setup import Setup
 
 LR, MOMENTUM = 0.5, 0.5
 DTYPES = [("fp32", "fp32", {}), ("bf16", "fp32", {}), ("bf16", "bf16", {})]
-FP16 = ("fp16", "fp32", {"fp16": {"enabled": True, "loss_scale": 16.0}})
-PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
-every_place = pytest.mark.parametrize(("stage", "offload"), PLACES)
+FP16 = ("fp16", "fp32", STATIC_FP16)
 
 
 def build_sliced(setup: Setup) -> Any:
-    def sgd(groups: Any, lr: float) -> torch.optim.Optimizer:
-        return SGD(groups, lr=lr, momentum=MOMENTUM)
-
-    SGD = torch.optim.SGD
-    with patch("torch.optim.SGD", sgd):
-        return build(setup, model=Sliced(), lr=LR)
+    return build(setup, model=Sliced(), lr=LR, momentum=MOMENTUM)
 
 
 def flat(engine: Any) -> torch.Tensor:
@@ -51,7 +47,7 @@ def invariant(setup: Setup, windows: list[list[Sequence]], cuts: int) -> list[to
     import deepspeed.comm as dist
 
     found = []
-    with Fp16OnCpu() if setup.model == "fp16" else nullcontext(), warnings.catch_warnings(action="ignore"):
+    with fp16_where_needed(setup.model), warnings.catch_warnings(action="ignore"):
         engine = build_sliced(setup)
         for number, window in enumerate(windows):
             requests = cut(window, dist.get_world_size(), 100 * cuts + number)
@@ -164,7 +160,6 @@ def decoder() -> torch.nn.Module:
 
     torch.manual_seed(0)
     model = ByteDecoder(258, 16, 2, 2, longest=16)
-    model.checkpointing = "none"  # type: ignore[assignment]
     return model
 
 
@@ -255,15 +250,13 @@ def test_clipping_and_norm_refer_to_the_divided_gradient(two_ranks: RankGroup, s
 
 def muon(stage: int, offload: bool, by_weight: bool) -> list[torch.Tensor]:
     """Two updates with Muon: weights 3 and 5 of each rank's two micro-batches, or their sum given as the divisor."""
-    import test_muon
-
-    engine = test_muon.build(stage, offload, "fp32", "fp32", True)
+    engine = build_muon(stage, offload, "fp32", "fp32")
     for step in range(2):
         for request, weight in enumerate((3, 5)):
             engine.set_gradient_accumulation_boundary(True)
-            engine.backward(engine(test_muon.batch(engine, step, request)), weight=weight)
+            engine.backward(engine(batch(engine, step, request)), weight=weight)
         engine.step(**({"normalization": "token"} if by_weight else {"divisor": 8.0}))
-    result = test_muon.weights(engine) + test_muon.momentum(engine)
+    result = module_weights(engine) + momentum(engine)
     engine.destroy()
     return result
 
@@ -355,8 +348,7 @@ def test_a_weight_costs_no_host_read_and_no_collective(two_ranks: RankGroup, sta
 
 
 def test_unchecked_gradients_cost_the_one_read_of_the_weight(two_ranks: RankGroup) -> None:
-    config = {"bf16": {"enabled": True, "check_grad_overflow": False}}
-    for setup in (Setup(model="bf16", accum="fp32", config=config), Setup()):
+    for setup in (Setup(model="bf16", accum="fp32", config=UNCHECKED_BF16), Setup()):
         (backwards, reads, collectives), _ = two_ranks.run(costs, setup, True)
         assert (backwards, reads) == ([0, 0, 0], 1)
         assert two_ranks.run(costs, setup, False)[0] == ([0, 0, 0], 0, collectives)
@@ -375,11 +367,10 @@ def unchecked_overflow(setup: Setup, division: dict[str, Any]) -> tuple[bool, bo
 @every_place
 def test_unchecked_gradients_are_applied_all_the_same(two_ranks: RankGroup, stage: int, offload: bool) -> None:
     unchecked = {"overflow": {"check_grad_overflow": False}}
-    setups = [Setup(stage, offload, config=unchecked)]
-    setups.append(
-        Setup(stage, offload, "bf16", "fp32", config={"bf16": {"enabled": True, "check_grad_overflow": False}})
-    )
-    for setup in setups:
+    for setup in (
+        Setup(stage, offload, config=unchecked),
+        Setup(stage, offload, "bf16", "fp32", config=UNCHECKED_BF16),
+    ):
         for division in ({"normalization": "token"}, {"divisor": 3.0}):
             assert two_ranks.run(unchecked_overflow, setup, division) == [(True, True)] * 2
 

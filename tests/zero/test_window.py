@@ -7,29 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from support.engines import build, masters
+from support.grid import every_place, every_sum
+from support.poison import interrupt_backward
 from support.ranks import RankGroup
-from support.windows import LR, Micro, Setup, backward, build, masters, reference, values
-
-ALL = (True,) * 5
-PLACES = [(stage, offload) for stage in (1, 2) for offload in (False, True)]
-SUMS = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")]
-every_place = pytest.mark.parametrize(("stage", "offload"), PLACES)
-every_sum = pytest.mark.parametrize(("model", "accum"), SUMS)
-
-
-def applied_by(engine: Any, **step: Any) -> list[torch.Tensor]:
-    before = masters(engine)
-    engine.step(**step)
-    return [(b - a).double() / LR for b, a in zip(before, masters(engine), strict=True)]
-
-
-def assert_sums(applied: list[torch.Tensor], micros: list[Micro], divisor: float = 1.0) -> None:
-    import deepspeed.comm as dist
-
-    expected = reference([micros], dist.get_world_size())[0] if micros else [torch.zeros_like(a) for a in applied]
-    for got, wanted in zip(applied, expected, strict=True):
-        assert torch.equal(got, wanted / divisor), (got, wanted / divisor)
-
+from support.setup import Setup
+from support.updates import applied_by, assert_sums
+from support.windows import ALL, Micro, backward, inputs_of, reference
 
 # --- counts and ends of requests ------------------------------------------------------------------------------------
 
@@ -127,13 +111,9 @@ def test_finalising_twice_changes_nothing(two_ranks: RankGroup, offload: bool, m
 
 
 def two_backwards_of_one_forward(setup: Setup) -> None:
-    import deepspeed.comm as dist
-
     engine = build(setup)
-    x, w = (v.to(engine.device) for v in values(1, dist.get_rank(), dist.get_world_size()))
-    dtype = next(engine.module.parameters()).dtype
     engine.set_gradient_accumulation_boundary(True)
-    loss = engine(x.to(dtype), w.to(dtype), ALL)
+    loss = engine(*inputs_of(engine, 1), ALL)
     engine.backward(loss, retain_graph=True)
     engine.backward(loss)
     assert_sums(applied_by(engine), [Micro(ALL, 1), Micro(ALL, 1)])
@@ -304,14 +284,6 @@ def test_zero_grad_discards_the_open_window(
 ) -> None:
     setup = Setup(stage=stage, offload=offload, model=model, accum=accum, retain=through_optimizer)
     two_ranks.run(zero_grad_discards, setup, through_optimizer)
-
-
-def interrupt_backward(engine: Any) -> None:
-    """A backward that an exception ends in the middle, as the first layer's gradient arrives."""
-    handle = engine.module.layers[0].weight.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("interrupted")))
-    with pytest.raises(KeyError, match="interrupted"):
-        backward(engine, Micro(ALL, 2))
-    handle.remove()
 
 
 def interrupted(setup: Setup) -> None:
