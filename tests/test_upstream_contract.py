@@ -17,91 +17,14 @@ from pathlib import Path
 from pkgutil import walk_packages
 
 import pytest
-from upstream.definitions import find, read
+
+from support.deepspeed_stubs import entries
+from support.upstream_source import find, read
 
 PINS = Path(__file__).parent / "upstream_contract.json"
 
-# What is relied on without being overridden, by the module that defines it.
+# What is relied on without being overridden, by the module that defines it. For DeepSpeed the stubs say that.
 RELIED_ON = {
-    "deepspeed": [
-        "initialize",
-    ],
-    "deepspeed.runtime.engine": [
-        "DeepSpeedEngine._backward_prologue",
-        "DeepSpeedEngine._backward_post_hook",
-        "DeepSpeedEngine._take_model_step",
-        "DeepSpeedEngine.no_sync",
-        "DeepSpeedEngine._flush_coalesced_reduction_zero12",
-        "DeepSpeedEngine.get_data_types",
-        "DeepSpeedEngine.set_gradient_accumulation_boundary",
-    ],
-    "deepspeed.runtime.zero.stage_1_and_2": [
-        "DeepSpeedZeroOptimizer.__init__",
-        "DeepSpeedZeroOptimizer.allreduce_and_scatter",
-        "DeepSpeedZeroOptimizer.allreduce_no_retain",
-        "DeepSpeedZeroOptimizer._add_full_reduction_to_compact_grad_partition",
-        "DeepSpeedZeroOptimizer.process_gradients",
-        "DeepSpeedZeroOptimizer._use_compact_grad_partition_buffer",
-        "DeepSpeedZeroOptimizer._get_compact_grad_partition_buffer",
-        "DeepSpeedZeroOptimizer._wait_for_offload_copies",
-        "DeepSpeedZeroOptimizer._record_offload_copy",
-        "DeepSpeedZeroOptimizer.initialize_optimizer_states",
-        "DeepSpeedZeroOptimizer._muon_update_lacks_loss_scale",
-        "DeepSpeedZeroOptimizer._commit_muon_momentum",
-        "DeepSpeedZeroOptimizer.get_grad_position",
-        "DeepSpeedZeroOptimizer._average_expert_grad_norms",
-        "DeepSpeedZeroOptimizer.gradient_reduction_w_predivide",
-        "DeepSpeedZeroOptimizer.allreduce_bucket",
-        "DeepSpeedZeroOptimizer._release_ipg_buffers",
-        "DeepSpeedZeroOptimizer.clear_backward_seen_flag",
-        "DeepSpeedZeroOptimizer._set_loss_scale",
-        "DeepSpeedZeroOptimizer.get_param_id",
-        "DeepSpeedZeroOptimizer.get_gradient_for_reduction",
-        "DeepSpeedZeroOptimizer.get_param_gradient_attribute",
-        "DeepSpeedZeroOptimizer.clear_grad_attribute",
-        "DeepSpeedZeroOptimizer._record_gradient_stream",
-        "DeepSpeedZeroOptimizer._is_muon_group",
-        "DeepSpeedZeroOptimizer._model_parallel_all_reduce",
-        "DeepSpeedZeroOptimizer.offload_states",
-        "DeepSpeedZeroOptimizer.reload_states",
-        "DeepSpeedZeroOptimizer._gradient_reduction_buffer_dtype",
-        "GradPartitionBufferGroup",
-        "IPGBucket",
-    ],
-    "deepspeed.runtime.zero.offload_config": [
-        "DeepSpeedZeroOffloadOptimizerConfig",
-    ],
-    "deepspeed.accelerator.abstract_accelerator": [
-        "DeepSpeedAccelerator.is_pinned",
-    ],
-    "deepspeed.accelerator.cuda_accelerator": [
-        "CUDA_Accelerator.available_memory",
-        "CUDA_Accelerator.memory_reserved",
-        "CUDA_Accelerator.total_memory",
-    ],
-    "deepspeed.runtime.base_optimizer": [
-        "BackwardHookStateManager",
-        "ZeROOptimizer.get_param_comm_dtype",
-    ],
-    "deepspeed.utils.tensor_fragment": [
-        "get_full_hp_grad",
-        "set_full_hp_grad",
-        "tensor_fragment.get_lp_grad_fragment",
-    ],
-    "deepspeed.utils.mixed_precision_linkage": [
-        "link_hp_params",
-        "_init_lp_to_hp_mapping",
-    ],
-    "deepspeed.runtime.zero.utils": [
-        "get_norm_dtype",
-    ],
-    "deepspeed.runtime.utils": [
-        "is_invalid_grad_norm",
-    ],
-    "deepspeed.runtime.fp16.loss_scaler": [
-        "LossScalerBase.update_scale",
-        "DynamicLossScaler.update_scale",
-    ],
     "lightning.pytorch.loops.training_epoch_loop": [
         "_TrainingEpochLoop.advance",
         "_TrainingEpochLoop.reset",
@@ -207,7 +130,8 @@ OURS = ("requestzero.zero", "requestzero.lightning", "requestzero.accelerate", "
 
 
 def relied_on() -> set[str]:
-    return {f"{module}:{name}" for module, names in RELIED_ON.items() for name in names}
+    listed = {f"{module}:{name}" for module, names in RELIED_ON.items() for name in names}
+    return listed | {entry.key for entry in entries() if entry.behaviour}
 
 
 def overridden() -> set[str]:

@@ -6,6 +6,7 @@ import torch
 
 from requestzero.probe.engines import built
 from requestzero.probe.grid import Configuration, Engine
+from requestzero.probe.updates import on_cpu
 
 MICRO_BATCHES = 16
 _SIZE = 64
@@ -39,5 +40,5 @@ def measure_precision(configuration: Configuration, engine: Engine) -> dict[str,
             exact += x.double()
             training.set_gradient_accumulation_boundary(i == MICRO_BATCHES - 1)
             training.backward(training(x.to(training.device)))
-        found = safe_get_full_grad(weight).detach().cpu().double()
+        found = on_cpu(safe_get_full_grad(weight)).double()
     return {"precision": ((found - exact) / exact).abs().max().item()}

@@ -30,7 +30,7 @@ def _applied(training: Any, window: Window) -> list[torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     def weights() -> list[torch.Tensor]:
-        return [safe_get_full_fp32_param(p).detach().cpu().clone() for p in training.module.parameters()]
+        return [on_cpu(safe_get_full_fp32_param(p)).clone() for p in training.module.parameters()]
 
     before = weights()
     _accumulate(training, window)
@@ -42,9 +42,15 @@ def _read(training: Any, window: Window) -> list[torch.Tensor]:
     from deepspeed.utils import safe_get_full_grad
 
     _accumulate(training, window)
-    sums = [safe_get_full_grad(p).detach().cpu().double() for p in training.module.parameters()]
+    sums = [on_cpu(safe_get_full_grad(p)).double() for p in training.module.parameters()]
     training.step()
     return sums
+
+
+def on_cpu(value: torch.Tensor | None) -> torch.Tensor:
+    """Return what DeepSpeed gives for a parameter; it gives nothing for one that is not its optimizer's."""
+    assert value is not None
+    return value.detach().cpu()
 
 
 def _accumulate(training: Any, window: Window) -> None:

@@ -38,7 +38,8 @@ class DeviceSum(WindowedOptimizer):
         self.window.device_sums[param_group_idx] = self.all_grad_tensors[param_group_idx]
         if self.is_muon_group(param_group_idx):
             return self._owned_views(param_group_idx)
-        return super().get_flat_partition(tensor_list, *args, param_group_idx=param_group_idx, **kwargs)
+        kwargs["param_group_idx"] = param_group_idx
+        return super().get_flat_partition(tensor_list, *args, **kwargs)
 
     def _owned_views(self, group_idx: int) -> list[torch.Tensor]:
         """The owned slice of every sum of the group, then the padding: together ``partition_size`` elements.

@@ -1,0 +1,57 @@
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed import ReduceOp as ReduceOp
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = ...,
+    verbose: bool = True,
+    timeout: timedelta = ...,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None: ...
+def get_rank(group: ProcessGroup | None = None) -> int: ...
+def get_world_size(group: ProcessGroup | None = None) -> int: ...
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Any = ...,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: Any = ...,
+) -> Any: ...
+def reduce(
+    tensor: torch.Tensor,
+    dst: int,
+    op: Any = ...,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce",
+    debug: Any = ...,
+) -> Any: ...
+def all_gather_object(
+    object_list: list[Any],
+    obj: Any,
+    group: ProcessGroup | None = None,
+    prof: bool = False,
+    log_name: str = "all_gather_object",
+    debug: Any = ...,
+) -> None: ...
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    prof: bool = False,
+    log_name: str = "broadcast_object_list",
+    debug: Any = ...,
+) -> None: ...

@@ -1,0 +1,1 @@
+from .cpu_adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam

@@ -1,0 +1,9 @@
+from enum import Enum
+
+_REMOVED_TOP_LEVEL_CONFIG_KEYS: dict[str, str]
+_REMOVED_ZERO_CONFIG_KEYS: dict[str, str]
+
+class DtypeEnum(Enum):
+    fp16 = ...
+    fp32 = ...
+    bf16 = ...

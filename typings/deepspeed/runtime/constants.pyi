@@ -1,0 +1,1 @@
+PIPE_REPLICATED: str
