@@ -1,4 +1,4 @@
-"""Where requests and update windows end in the batches that a training loop takes."""
+"""Ends of requests and update windows in the batches of a training loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from requestzero.data.micro_batch import MicroBatch
 
 
 class WindowMarks:
-    """What the loader says of the current batch: does it start a window, end its request, end the window?
+    """Position of the current batch in its request and its window, as the loader marks it.
 
     A plain batch is a request of one micro-batch. Without marks from the loader, a window is as many requests as the
     training loop's option says. This knows what *should* happen; whether gradients are pending is known to the
@@ -23,28 +23,28 @@ class WindowMarks:
     def __init__(self, option: str = "requests_per_update", owner: str = "micro_batches") -> None:
         self._option, self._owner = option, owner
         self.starts_window = False
-        """Whether the current batch is the first of its window."""
+        """True if the current batch is the first of its window."""
         self.request_end = True
-        """Whether the current batch is the last of its request."""
+        """True if the current batch is the last of its request."""
         self.window_end = True
-        """Whether the optimizer steps after the current batch. True before the first one."""
+        """True if the optimizer steps after the current batch, and before the first one."""
         self.weight: Any = None
         """Weight of the current micro-batch, if the loader gives one: a number, or a tensor that holds one."""
         self.starts_request = False
-        """Whether the current batch is the first of its request."""
+        """True if the current batch is the first of its request."""
         self.request_id: str | int | None = None
         """Name of the current request, if the loader gives one."""
         self.micro_batches: int | None = None
-        """Micro-batches of the current request, if that is known at its first."""
+        """Micro-batches of the current request; ``None`` if its first does not tell."""
         self.window_ends_with_request: bool | None = None
-        """Whether the optimizer steps after the current request, if that is known at its first micro-batch."""
+        """True if the optimizer steps after the current request; ``None`` if its first micro-batch does not tell."""
         self.loader_marks_windows: bool | None = None
-        """Whether the loader marks window ends itself; ``None`` before an epoch's first batch."""
+        """True if the loader marks window ends itself; ``None`` before an epoch's first batch."""
         self._requests = 0
         self._between_windows = True
 
     def take(self, batch: Any, requests_per_update: int) -> Any:
-        """Note the marks of the next batch and return what the model gets of it.
+        """Note the marks of the next batch and return its inputs.
 
         Raises:
             ValueError: ``window_end`` is set on some micro-batches only, or although ``requests_per_update``
@@ -68,7 +68,7 @@ class WindowMarks:
         return micro_batch.inputs
 
     def _look_ahead(self, first: MicroBatch, requests_per_update: int) -> None:
-        """What the first micro-batch of a request says of the whole of it."""
+        """Note what the first micro-batch of a request says of the whole of it."""
         self.micro_batches = 1 if first.request_end else first.micro_batches
         if first.request_end:
             self.window_ends_with_request = self.window_end
@@ -82,7 +82,7 @@ class WindowMarks:
         self.weight = None
 
     def end_epoch(self) -> None:
-        """The next batch starts a window, whatever came before."""
+        """Let the next batch start a window, whatever came before."""
         self.window_end = self.request_end = self._between_windows = True
         self.loader_marks_windows = None
 
@@ -106,7 +106,7 @@ class WindowMarks:
 
 
 def unwrap(batch: Any) -> Any:
-    """What the model gets of a batch; for evaluation loops, where the marks mean nothing."""
+    """Return a batch as the model gets it; for evaluation loops, where the marks mean nothing."""
     return batch.inputs if isinstance(batch, MicroBatch) else _check_plain(batch)
 
 

@@ -1,4 +1,7 @@
-"""What can be checked only when the Trainer, the model or its loader is known."""
+"""Checks that need the Trainer, the model or its loader.
+
+Written for Lightning 2.6.6.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def check_device(device: torch.device) -> None:
 
 
 def check_plugin(plugin: Precision) -> DeepSpeedPrecision:
-    """The precision plugin that a Trainer gives; raises ValueError if it is another strategy's."""
+    """Return the Trainer's precision plugin; raise ValueError if it is another strategy's."""
     if not isinstance(plugin, DeepSpeedPrecision):
         raise ValueError(
             f"{type(plugin).__name__} cannot be the precision plugin of RequestZeRO: leave it out and set "
@@ -65,7 +68,7 @@ def check_training_step(module: pl.LightningModule) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, scheduler: LRSchedulerConfig | None, config: Config) -> None:
-    """Raise ValueError for what ``configure_optimizers`` may not return."""
+    """Raise ValueError for an optimizer that ZeRO cannot run, and for a scheduler beside the config's."""
     if isinstance(optimizer, LBFGS):
         raise ValueError("LBFGS calls its closure several times a step, which ZeRO cannot do: use another optimizer.")
     if scheduler is not None and "scheduler" in config:

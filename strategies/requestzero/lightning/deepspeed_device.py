@@ -1,4 +1,4 @@
-"""DeepSpeed's own idea of the device, brought in line with the Trainer's."""
+"""DeepSpeed's process-wide device, set to the Trainer's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def use_deepspeed_device(device: torch.device) -> None:
 
 
 def supports_fp16(device: torch.device) -> bool:
-    """Whether DeepSpeed accepts fp16 on this kind of device."""
+    """Return True if DeepSpeed accepts fp16 on this kind of device."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 

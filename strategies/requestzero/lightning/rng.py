@@ -1,4 +1,4 @@
-"""The state of random number generators, so that a resumed run draws what the uninterrupted one draws."""
+"""Random states of the ranks, so that a resumed run draws the numbers of the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 RandomState = dict[str, Any]
+"""States of one rank's generators: of Python, NumPy, PyTorch and, on a GPU, its device."""
 
 
 def collect(device: torch.device) -> list[RandomState]:
-    """The states of all ranks, in rank order. Collective."""
+    """Return the states of all ranks, in rank order. Collective."""
     kind, keys, *rest = np.random.get_state()
     state: RandomState = {
         "python": random.getstate(),
@@ -28,7 +29,7 @@ def collect(device: torch.device) -> list[RandomState]:
 
 
 def restore(state: RandomState, device: torch.device) -> None:
-    """Put this rank's generators into ``state``."""
+    """Set this rank's generators to ``state``."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]

@@ -1,0 +1,83 @@
+"""Checkpoints of a Lightning run: between update windows only, with the random state of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from requestzero.lightning import rng
+from requestzero.lightning.checkpoint_gate import CheckpointGate
+from requestzero.lightning.window_driver import WindowDriver
+
+_RANDOM_STATES = "requestzero_random_states"
+"""Key of the random states of all ranks, in rank order, in a checkpoint."""
+
+
+class Checkpointing:
+    """Work around the saving and loading of a strategy's checkpoints.
+
+    Args:
+        driver: knows of the open window; a checkpoint holds no pending gradients.
+    """
+
+    def __init__(self, driver: WindowDriver) -> None:
+        self._driver = driver
+        self._gate: CheckpointGate | None = None
+        self._random_state: rng.RandomState | None = None
+
+    def hold_back(self, callbacks: Iterable[Checkpoint]) -> None:
+        """Let the periodic checkpoints of these callbacks wait for the end of an open window, until :meth:`release`."""
+        self._gate = CheckpointGate(callbacks, lambda: self._driver.is_open)
+
+    def release(self) -> None:
+        """Give the callbacks their own hooks back."""
+        if self._gate is not None:
+            self._gate.remove()
+            self._gate = None
+
+    def before_save(self, checkpoint: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """Return ``checkpoint`` with the ranks' random states. Collective.
+
+        Raises:
+            RuntimeError: an update window is open, and no exception is ending the run.
+            RankDisagreementError: the ranks have disagreed before.
+        """
+        if self._driver.engine is not None:
+            self._driver.engine.agreement.check()
+        if self._driver.is_open:
+            self._close_window()
+        return {**checkpoint, _RANDOM_STATES: rng.collect(device)}
+
+    def _close_window(self) -> None:
+        if self._driver.trainer.state.status != TrainerStatus.INTERRUPTED:
+            raise RuntimeError(
+                "A checkpoint inside an update window would lose its pending gradients, "
+                f"{self._driver.describe_window()}: save where trainer.strategy.window_open is False, such as in "
+                "on_train_batch_end after the window's last batch."
+            )
+        # An exception ends the run: the last update is all that can still be saved.
+        self._driver.discard_window(
+            "the run was interrupted inside it; a run resumed from here does not repeat its batches"
+        )
+
+    def after_load(self, checkpoint: dict[str, Any], rank: int, world_size: int) -> None:
+        """Keep this rank's random state for the start of the training, if the saved run had as many ranks."""
+        states: list[rng.RandomState] | None = checkpoint.get(_RANDOM_STATES)
+        if states is not None and len(states) != world_size:
+            rank_zero_warn(
+                f"The checkpoint holds the random states of {len(states)} ranks and this run has {world_size}: "
+                "random numbers start anew, so the run does not repeat the one that was saved."
+            )
+            states = None
+        self._random_state = None if states is None else states[rank]
+
+    def restore_random_state(self, device: torch.device) -> None:
+        """Go on with the random numbers of the saved run, once; nothing without one."""
+        if self._random_state is not None:
+            rng.restore(self._random_state, device)
+            self._random_state = None
