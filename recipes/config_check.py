@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from requestzero.config.option import options_of
 from requestzero.config.precision import PRECISIONS
-from requestzero.config.rules import contradictions
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.recipes.config_schema import RecipeConfig
 from requestzero.recipes.devices import choose_devices, count_gpus
@@ -33,43 +33,22 @@ def zero_settings(cfg: Any) -> RequestZeROSettings:
 
 
 def _limits(cfg: Any) -> Iterator[str]:
-    """Single values outside of what the schema allows."""
-    sections = {"": cfg} | {f"{item.name}.": cfg[item.name] for item in dataclasses.fields(RecipeConfig)[:-1]}
-    for prefix, section in sections.items():
-        schema: Any = OmegaConf.get_type(section)
-        for item in dataclasses.fields(schema):
-            allowed = _allowed(section[item.name], item.metadata) if item.metadata else None
-            if allowed:
-                yield f"{prefix}{item.name}={section[item.name]!r} is not allowed: use {allowed}."
+    """Yield what is wrong with single values."""
+    yield from _wrong_values(cfg)
+    for item in dataclasses.fields(RecipeConfig):
+        if OmegaConf.is_config(cfg[item.name]):
+            yield from _wrong_values(cfg[item.name], f"{item.name}.")
 
 
-def _allowed(value: Any, limits: Any) -> str | None:
-    """What the limits allow, if they do not allow ``value``."""
-    if value is None:
-        return None
-    if "allowed" in limits and value not in limits["allowed"]:
-        return "one of " + ", ".join(limits["allowed"])
-    if "at_least" in limits and not value >= limits["at_least"]:
-        return f"a number of at least {limits['at_least']}"
-    if "above" in limits and not value > limits["above"]:
-        return f"a number above {limits['above']}"
-    return None
-
-
-def _refusal(build: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
-    """Why the package refuses these arguments, if it does."""
-    try:
-        build(*args, **kwargs)
-    except ValueError as error:
-        return str(error)
-    return None
+def _wrong_values(section: Any, prefix: str = "") -> Iterator[str]:
+    schema: Any = OmegaConf.get_type(section)
+    for name, option in options_of(schema).items():
+        problem = option.problem(section[name], f"{prefix}{name}")
+        if problem:
+            yield problem
 
 
 def _zero(cfg: Any) -> Iterator[str]:
-    for name, value in cfg.zero.items():
-        refusal = _refusal(RequestZeROSettings, **{name: value})
-        if refusal:
-            yield f"zero.{refusal}"
     retain = cfg.zero.retain_gpu_grad_partition_until_step
     if retain not in (True, "auto"):
         return
@@ -92,10 +71,8 @@ def _sums_16_bits_in_fp32(cfg: Any) -> bool:
 
 
 def _overflow(cfg: Any) -> Iterator[str]:
-    given = {name: value for name, value in cfg.overflow.items() if value is not None}
-    refusals = [_refusal(OverflowSettings, **{name: value}) for name, value in given.items()]
-    wrong = [refusal for refusal in refusals if refusal]
-    yield from wrong or contradictions(given, PRECISIONS.get(cfg.precision.mode))
+    if not any(_wrong_values(cfg.overflow)):
+        yield from OverflowSettings.contradictions(cfg.overflow, PRECISIONS.get(cfg.precision.mode))
 
 
 def _model(cfg: Any) -> Iterator[str]:

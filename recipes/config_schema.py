@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
+from requestzero.config.option import FrontEnd, option, options_of
 from requestzero.config.precision import PRECISIONS
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.validation import Choice, Number, Rule
 from requestzero.planning.budget import LAYOUTS
 
 
-def option(default: Any, **limits: Any) -> Any:
-    """A field with limits: ``at_least`` (number), ``above`` (number) or ``allowed`` (values)."""
-    return field(default=default, metadata=limits)
-
-
 def _config_of(settings: type, name: str) -> type:
-    """A dataclass with the plain options of a settings class, not frozen, so that OmegaConf may change it."""
-    hints = get_type_hints(settings)
-    plain = [item for item in dataclasses.fields(settings) if item.default is not dataclasses.MISSING]
-    options = [(item.name, hints[item.name], field(default=item.default)) for item in plain]
-    return dataclasses.make_dataclass(name, options, namespace={"__module__": __name__})
+    """Return a dataclass with the recipes' options of a settings class, not frozen, so that OmegaConf may change it."""
+    options = options_of(settings)
+    made = [
+        (item.name, options[item.name].type, field(default=item.default, metadata=item.metadata))
+        for item in dataclasses.fields(settings)
+        if item.name in options and FrontEnd.RECIPES in options[item.name].front_ends
+    ]
+    return dataclasses.make_dataclass(name, made, namespace={"__module__": __name__})
+
+
+def limited(default: Any, rule: Rule) -> Any:
+    """Return a field that only the recipes have, with a rule for its values."""
+    return option(default, rule, front_ends=(FrontEnd.RECIPES,))
+
+
+def words(*values: str) -> Choice:
+    """Return the rule for one of a few words."""
+    return Choice(values, quoted=False)
 
 
 ZeroConfig = _config_of(RequestZeROSettings, "ZeroConfig")
@@ -36,7 +46,7 @@ OverflowConfig = _config_of(OverflowSettings, "OverflowConfig")
 class PrecisionConfig:
     """What the model computes in."""
 
-    mode: str = option("bf16-true", allowed=tuple(PRECISIONS))
+    mode: str = limited("bf16-true", words(*PRECISIONS))
     """Lightning's name of the precision. ``bf16-true``: a bf16 model with fp32 masters."""
 
 
@@ -46,11 +56,11 @@ class ModelConfig:
 
     path: str | None = None
     """Directory of a saved Hugging Face causal LM with its tokenizer; ``null``: the byte-level decoder."""
-    width: int | None = option(None, at_least=1)
+    width: int | None = limited(None, Number(lowest=1))
     """Byte-level decoder: size of a token's vector; a multiple of ``heads``."""
-    layers: int | None = option(None, at_least=1)
+    layers: int | None = limited(None, Number(lowest=1))
     """Byte-level decoder: number of blocks."""
-    heads: int | None = option(None, at_least=1)
+    heads: int | None = limited(None, Number(lowest=1))
     """Byte-level decoder: attention heads per block."""
 
 
@@ -60,26 +70,26 @@ class DataConfig:
 
     path: str | None = None
     """JSONL file with one request a line; ``null``: the embedded text, Python's language reference."""
-    longest_request: int | None = option(None, at_least=1)
+    longest_request: int | None = limited(None, Number(lowest=1))
     """Embedded text: it is cut into requests of 1 to about this many micro-batches of the longest sequences."""
-    on_bad_line: str = option("stop", allowed=("stop", "skip"))
+    on_bad_line: str = limited("stop", words("stop", "skip"))
     """JSONL: ``stop`` names all bad lines and ends; ``skip`` leaves them out and lists them at the end."""
-    sequence_length: int = option(128, at_least=2)
+    sequence_length: int = limited(128, Number(lowest=2))
     """Tokens per sequence at most."""
-    on_long_text: str = option("cut", allowed=("cut", "truncate", "skip", "stop"))
+    on_long_text: str = limited("cut", words("cut", "truncate", "skip", "stop"))
     """A text with more tokens than that: ``cut`` makes several sequences of it; ``truncate`` keeps its beginning;
     ``skip`` leaves it out and lists it at the end; ``stop`` names all of them and ends."""
-    tokens_per_micro_batch: int = option(512, at_least=2)
+    tokens_per_micro_batch: int = limited(512, Number(lowest=2))
     """Tokens that a micro-batch has a rank compute at most, padding included."""
-    micro_batch_size: int | None = option(None, at_least=1)
+    micro_batch_size: int | None = limited(None, Number(lowest=1))
     """Sequences per rank and micro-batch at most, too; ``null``: as many as the tokens allow."""
-    layout: str = option("padded", allowed=LAYOUTS)
+    layout: str = limited("padded", words(*LAYOUTS))
     """``padded``: a row for each sequence. ``packed``: all in one row, without padding; not every model can."""
-    requests_per_update: int | None = option(None, at_least=1)
+    requests_per_update: int | None = limited(None, Number(lowest=1))
     """Requests in an update window; ``null``: 4, unless ``tokens_per_update`` is given."""
-    tokens_per_update: int | None = option(None, at_least=1)
+    tokens_per_update: int | None = limited(None, Number(lowest=1))
     """An update window ends with the request that makes it so many tokens, over all ranks."""
-    num_workers: int = option(0, at_least=0)
+    num_workers: int = limited(0, Number(lowest=0))
     """Processes per rank that make micro-batches; 0: the training process does."""
     shuffle: bool = True
     """Whether the requests are shuffled in each epoch."""
@@ -89,13 +99,13 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW and its learning rate."""
 
-    name: str = option("adamw", allowed=("adamw", "cpu_adam"))
+    name: str = limited("adamw", words("adamw", "cpu_adam"))
     """``adamw``: PyTorch's. ``cpu_adam``: DeepSpeed's, for CPU offload; it needs a C++ compiler and ninja."""
-    lr: float = option(1e-3, above=0)
+    lr: float = limited(1e-3, Number(above=0))
     """Learning rate after the warm-up."""
-    weight_decay: float = option(0.01, at_least=0)
+    weight_decay: float = limited(0.01, Number(lowest=0))
     """Decoupled weight decay."""
-    warmup_steps: int = option(0, at_least=0)
+    warmup_steps: int = limited(0, Number(lowest=0))
     """Applied updates over which the learning rate rises linearly to ``lr``."""
 
 
@@ -103,19 +113,19 @@ class OptimizerConfig:
 class TrainerConfig:
     """How long, where, and what is kept."""
 
-    max_steps: int = option(100, at_least=1)
+    max_steps: int = limited(100, Number(lowest=1))
     """Updates; the training data is repeated as often as needed."""
-    accelerator: str = option("auto", allowed=("auto", "cpu", "gpu"))
+    accelerator: str = limited("auto", words("auto", "cpu", "gpu"))
     """``auto``: GPUs where there are any."""
-    devices: int | None = option(None, at_least=1)
+    devices: int | None = limited(None, Number(lowest=1))
     """Ranks per machine; ``null``: all GPUs, or two CPU ranks."""
-    num_nodes: int = option(1, at_least=1)
+    num_nodes: int = limited(1, Number(lowest=1))
     """Machines."""
-    gradient_clip_val: float | None = option(None, above=0)
+    gradient_clip_val: float | None = limited(None, Number(above=0))
     """Largest norm of the window's mean gradient; ``null``: not clipped."""
-    log_every_n_steps: int = option(1, at_least=1)
+    log_every_n_steps: int = limited(1, Number(lowest=1))
     """Updates between two lines of the CSV and TensorBoard logs."""
-    checkpoint_every_n_steps: int | None = option(None, at_least=1)
+    checkpoint_every_n_steps: int | None = limited(None, Number(lowest=1))
     """Updates between checkpoints; there is always one after the last update."""
     resume_from: str | None = None
     """Checkpoint to continue from."""
@@ -132,7 +142,7 @@ class RecipeConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    seed: int = option(0, at_least=0)
+    seed: int = limited(0, Number(lowest=0))
     """Chooses the initial weights and the order of the requests."""
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from requestzero.config.precision import PRECISIONS
-from requestzero.config.rules import contradictions
-from requestzero.config.translation import overflow_of
+from requestzero.config.settings import OverflowSettings
+from requestzero.config.translation import from_config
 
 RESOLVER = "launched"
 SHOWN = {"stage", "offload_optimizer", "retain_gpu_grad_partition_until_step", "grad_accum_dtype"}
@@ -71,11 +71,12 @@ def _overflow_problems(cfg: Any) -> Iterator[str]:
 
     precision = PRECISIONS.get(cfg.precision.mode)
     sources = [source for source in launched_sources(os.environ) if not source.place.startswith(PRECISION_PLACE)]
-    said = overflow_of(merge(*sources), precision)
+    said = from_config(OverflowSettings, merge(*sources), precision)
     given = {key: value for key, value in cfg.overflow.items() if value is not None}
     for key, value in given.items():
         if said.get(key, value) != value:
             yield _problem(f"overflow.{key}", value, said[key])
+    contradictions = OverflowSettings.contradictions
     yield from set(contradictions({**said, **given}, precision)) - set(contradictions(given, precision))
 
 

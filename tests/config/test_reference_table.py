@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from requestzero.config.reference_table import BEGIN, END, field_docs, main, options_table, with_options_table
+from requestzero.config.reference_table import BEGIN, END, main, meanings_of, options_table, with_options_table
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 
 README = Path(__file__).parents[2] / "README.md"
@@ -15,7 +15,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 def test_every_option_has_a_docstring() -> None:
     for owner in (RequestZeROSettings, OverflowSettings):
-        assert set(field_docs(owner)) == {option.name for option in fields(owner)}
+        assert set(meanings_of(owner)) == {option.name for option in fields(owner)}
 
 
 def test_the_readme_holds_the_present_table() -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from requestzero.config.rules import LOSS_SCALE_KEYS, contradictions
+from requestzero.config.option import options_of
 from requestzero.config.settings import OverflowSettings
+
+contradictions = OverflowSettings.contradictions
 
 # Options, precision, and what the one problem says.
 DISAGREEING: list[tuple[dict[str, Any], str | None, str]] = [
@@ -97,7 +99,7 @@ def test_one_contradiction(given: dict[str, Any], precision: str | None, text: s
     ("given", "precision"),
     [
         ({}, None),
-        ({name: None for name in LOSS_SCALE_KEYS}, "fp32"),
+        ({name: None for name in options_of(OverflowSettings)}, "fp32"),
         ({"check_grad_overflow": False, "on_overflow": "skip"}, "bf16"),
         ({"check_grad_overflow": True, "on_overflow": "drop_request", "max_consecutive_skips": 1}, "fp32"),
         ({"on_overflow": "raise"}, "bf16"),

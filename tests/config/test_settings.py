@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.translation import to_config
 
 STAGES = r"use one of 1, 2\."
 BOOLS = r"use true or false\."
@@ -100,11 +101,17 @@ def test_an_overflow_value_that_is_not_allowed(name: str, value: Any, allowed: s
         RequestZeROSettings(overflow=OverflowSettings(**{name: value}))
 
 
-def test_own_options_are_those_that_deepspeed_has_no_place_for() -> None:
-    assert OverflowSettings(check_grad_overflow=True, loss_scale=8).own_options() == {}
+def test_options_that_deepspeed_has_no_place_for_stand_in_a_section_of_ours() -> None:
+    upstream = OverflowSettings(check_grad_overflow=True, loss_scale=8)
+    assert to_config(OverflowSettings, upstream.given(), "bf16") == {
+        "bf16": {"check_grad_overflow": True},
+        "fp16": {"loss_scale": 8},
+    }
     settings = OverflowSettings(on_overflow="skip", max_consecutive_skips=3, hysteresis=2)
-    assert settings.own_options() == {"on_overflow": "skip", "max_consecutive_skips": 3}
-    assert settings.loss_scale_options() == {"hysteresis": 2}
+    assert to_config(OverflowSettings, settings.given()) == {
+        "overflow": {"on_overflow": "skip", "max_consecutive_skips": 3},
+        "fp16": {"hysteresis": 2},
+    }
 
 
 @pytest.mark.parametrize(("precision", "check"), [("fp32", False), ("bf16", True), ("fp16", True)])
@@ -140,7 +147,7 @@ def test_overflow_is_built_from_a_mapping_an_object_or_nothing() -> None:
 
 def test_loss_scale_options_are_those_that_were_set() -> None:
     settings = OverflowSettings(check_grad_overflow=True, loss_scale=0, hysteresis=3, consecutive_hysteresis=False)
-    assert settings.loss_scale_options() == {
+    assert to_config(OverflowSettings, settings.given())["fp16"] == {
         "loss_scale": 0,
         "hysteresis": 3,
         "consecutive_hysteresis": False,

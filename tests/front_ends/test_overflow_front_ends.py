@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from requestzero.config.rules import contradictions
 from requestzero.config.settings import OverflowSettings
 from support.overflow_front_ends import DOORS, Effective, refusal, through
 from support.ranks import RankGroup
@@ -110,7 +109,7 @@ def test_contradictions_are_told_alike(two_ranks: RankGroup, name: str) -> None:
             if name == "Trainer" and options == DROPPING:
                 assert text.startswith(TRAINER)
             else:
-                wanted = contradictions(typed(options) if name == "Hydra" else options, precision)
+                wanted = OverflowSettings.contradictions(typed(options) if name == "Hydra" else options, precision)
                 assert text.splitlines() == wanted, options
 
 

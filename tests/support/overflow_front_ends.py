@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 
 from requestzero import OverflowSettings, RequestZeROPlugin
-from requestzero.config.rules import LOSS_SCALE_KEYS
 from support import accelerate_loops as loops
 from support import lightning_runs
 from support.engines import build
@@ -26,6 +25,14 @@ from support.fp16 import fp16_on_cpu
 from support.setup import Setup
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-true", "fp16": "16-true"}
+FP16_OPTIONS = {
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+}
 MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 Door = Callable[[dict[str, Any], str], Any]
@@ -35,7 +42,7 @@ def in_deepspeed(options: dict[str, Any], precision: str) -> dict[str, Any]:
     """The options in their places in a DeepSpeed config: upstream's where it has one."""
     config: dict[str, Any] = {}
     for name, value in options.items():
-        section = "fp16" if name in LOSS_SCALE_KEYS else "overflow"
+        section = "fp16" if name in FP16_OPTIONS else "overflow"
         if name == "check_grad_overflow" and precision == "bf16":
             section = "bf16"
         config.setdefault(section, {})[name] = value

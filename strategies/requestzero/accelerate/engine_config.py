@@ -9,9 +9,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from requestzero.config.merge import AUTO
-from requestzero.config.nested import Config
-from requestzero.config.own_keys import OVERFLOW_SECTION, OWN_SECTION, RETAIN_OPTION
+from requestzero.config.nested import Config, update
+from requestzero.config.own_keys import pop_own_keys
+from requestzero.config.translation import AUTO
+from requestzero.config.validation import Count, check
 
 MICRO, GLOBAL = "train_micro_batch_size_per_gpu", "train_batch_size"
 _TOP_LEVEL = (MICRO, GLOBAL, "gradient_accumulation_steps", "gradient_clipping")
@@ -38,8 +39,8 @@ def choose_sizes(config: Config, loaders: Iterable[Any], take_smallest: bool, st
     """
     given, total = (config.get(key, AUTO) for key in (MICRO, GLOBAL))
     for key, value in ((MICRO, given), (GLOBAL, total)):
-        if value is not None and value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{key}={value!r} is not allowed: use a whole number above 0, or 'auto'.")
+        if value is not None:
+            check(key, value, Count(also=AUTO))
     found = [loader.batch_size for loader in loaders if loader.batch_size is not None]
     if given in (None, AUTO) and found:
         given = min(found) if take_smallest else max(found)
@@ -67,10 +68,8 @@ def engine_config(config: Config, sizes: BatchSizes, clipping: float | None) -> 
     The engine gets one micro-batch per update, since the step divides, no batch size that would have to agree with
     that, and none of our own keys. In place, since Accelerate takes the config from the plugin.
     """
-    zero = config["zero_optimization"]
     saved = {key: config[key] for key in _TOP_LEVEL if key in config}
-    retain, overflow = zero.pop(RETAIN_OPTION, None), config.pop(OVERFLOW_SECTION, None)
-    own = config.pop(OWN_SECTION, None)
+    own = pop_own_keys(config)
     config.pop(GLOBAL, None)
     config.update({MICRO: sizes.micro, "gradient_accumulation_steps": 1, "gradient_clipping": clipping or 0.0})
     try:
@@ -83,9 +82,4 @@ def engine_config(config: Config, sizes: BatchSizes, clipping: float | None) -> 
     else:
         config.update({MICRO: sizes.micro, GLOBAL: sizes.total, "gradient_accumulation_steps": sizes.steps})
     finally:
-        if retain is not None:
-            zero[RETAIN_OPTION] = retain
-        if overflow is not None:
-            config[OVERFLOW_SECTION] = overflow
-        if own is not None:
-            config[OWN_SECTION] = own
+        update(config, own)

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from requestzero.config.files import load_config
-from requestzero.config.merge import AUTO, Source
+from requestzero.config.merge import Source
 from requestzero.config.nested import Config, put
 from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.translation import AUTO
+from requestzero.config.validation import as_mapping
 
 NONE = "none"
 PACKAGE_PREFIX = "pkg://"
@@ -75,12 +77,14 @@ def environment_of(config_file: Path) -> dict[str, str]:
             f"{str(config_file)!r} is a file of accelerate launch with distributed_type={loaded.distributed_type}: "
             "give one for DEEPSPEED, or a DeepSpeed config."
         )
-    if not isinstance(loaded.deepspeed_config, Mapping):
-        raise ValueError(
-            f"deepspeed_config={loaded.deepspeed_config!r} in {str(config_file)!r} is not allowed: give a mapping of "
-            "accelerate's DeepSpeed options."
+    given = dict(
+        as_mapping(
+            "deepspeed_config",
+            loaded.deepspeed_config,
+            given=f"deepspeed_config={loaded.deepspeed_config!r} in {str(config_file)!r}",
+            advice="give a mapping of accelerate's DeepSpeed options",
         )
-    given = dict(loaded.deepspeed_config)
+    )
     environ = {
         variable: str(given[option]) for variable, (option, *_) in _VARIABLES.items() if given.get(option) is not None
     }

@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from requestzero.accelerate.launch import NONE, load_named
 from requestzero.config.files import load_config
-from requestzero.config.merge import Source, merge
+from requestzero.config.merge import Source, merge, overlay
 from requestzero.config.nested import Config, put
-from requestzero.config.own_keys import OWN_SECTION, OWN_SECTION_OPTIONS, RETAIN_OPTION
+from requestzero.config.option import FrontEnd, names_in, options_of
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.suggestion import did_you_mean
-from requestzero.config.translation import overflow_places
+from requestzero.config.translation import to_config
 
 ARGUMENTS = "the arguments of RequestZeROPlugin"
 OPTIONS = "the options of RequestZeROPlugin"
+
+OWN_OPTIONS = names_in(RequestZeROSettings, FrontEnd.ACCELERATE)
 
 # Argument of DeepSpeedPlugin -> DeepSpeed key.
 _STOCK_ARGUMENTS = {
@@ -41,29 +42,9 @@ _NOT_APPLICABLE: dict[str, tuple[Any, ...]] = {
     "msamp_opt_level": (None,),
 }
 
-# Our own options -> DeepSpeed key; the others have none, or one that depends on the precision.
-_OWN_KEYS = {
-    "stage": "zero_optimization.stage",
-    "offload_optimizer": "zero_optimization.offload_optimizer.device",
-    RETAIN_OPTION: f"zero_optimization.{RETAIN_OPTION}",
-    "grad_accum_dtype": "data_types.grad_accum_dtype",
-    **{name: f"{OWN_SECTION}.{name}" for name in OWN_SECTION_OPTIONS},
-}
-
-OWN_OPTIONS = tuple(item.name for item in fields(RequestZeROSettings) if item.name != "incomplete_window")
-
-
-@dataclass(frozen=True)
-class OwnOptions:
-    """Options without a DeepSpeed key."""
-
-    normalization: str
-    log_metrics: bool
-    overflow: OverflowSettings
-
 
 def argument_source(arguments: Mapping[str, Any]) -> Source:
-    """The arguments that were given (not ``None``).
+    """Return the DeepSpeed keys of the arguments that were given (not ``None``).
 
     Raises:
         ValueError: one that only ZeRO stage 3 or MS-AMP has.
@@ -74,15 +55,15 @@ def argument_source(arguments: Mapping[str, Any]) -> Source:
                 f"{name}={arguments[name]!r} does not apply: RequestZeROPlugin makes ZeRO stages 1 and 2 request-safe, "
                 "with the optimizer on the device or on the CPU; leave it out."
             )
-    config: Config = {}
-    for name, key in {**_STOCK_ARGUMENTS, **_OWN_KEYS}.items():
+    stock: Config = {}
+    for name, key in _STOCK_ARGUMENTS.items():
         if arguments.get(name) is not None:
-            put(config, key, arguments[name])
-    return Source(ARGUMENTS, config)
+            put(stock, key, arguments[name])
+    return Source(ARGUMENTS, overlay(stock, to_config(RequestZeROSettings, arguments)))
 
 
 def option_source(options: Config) -> Source:
-    """The DeepSpeed keys of ``options``, which are by the names of :mod:`requestzero.config.settings`.
+    """Return the DeepSpeed keys of ``options``, which are by the names of :mod:`requestzero.config.settings`.
 
     Raises:
         ValueError: an unknown option, or a value that is not allowed.
@@ -97,43 +78,37 @@ def option_source(options: Config) -> Source:
             raise ValueError(f"{name!r} in {OPTIONS} is no option: use {', '.join(OWN_OPTIONS)}.{hint}")
     given = {name: value for name, value in options.items() if value is not None}
     RequestZeROSettings(**given)
-    config: Config = {}
-    for name, key in _OWN_KEYS.items():
-        if name in given:
-            put(config, key, given[name])
-    if "offload_optimizer" in given:
-        put(config, _OWN_KEYS["offload_optimizer"], "cpu" if given["offload_optimizer"] else NONE)
-    return Source(OPTIONS, config)
+    return Source(OPTIONS, to_config(RequestZeROSettings, given))
 
 
-def own_options(arguments: Mapping[str, Any], options: Config) -> OwnOptions:
-    """``normalization``, ``log_metrics`` and ``overflow`` from both places.
+def settings_without_keys(arguments: Mapping[str, Any], options: Config) -> RequestZeROSettings:
+    """Return the settings that have no DeepSpeed key, and ``overflow``, as both places have decided them.
 
     Raises:
         ValueError: a value that is not allowed, or two different ones.
     """
     places = {ARGUMENTS: arguments, OPTIONS: options}
-    merged = merge(*[Source(place, _own(given)) for place, given in places.items()])
-    settings = RequestZeROSettings(**merged)
-    return OwnOptions(settings.normalization, settings.log_metrics, settings.overflow)
+    return RequestZeROSettings(**merge(*[Source(place, _without_keys(given)) for place, given in places.items()]))
 
 
-def _own(given: Mapping[str, Any]) -> Config:
-    config = {name: given[name] for name in ("normalization", "log_metrics") if given.get(name) is not None}
-    said = OverflowSettings.build(given.get("overflow")).given()
-    return {**config, "overflow": said} if said else config
+def _without_keys(given: Mapping[str, Any]) -> Config:
+    own = [name for name, option in options_of(RequestZeROSettings).items() if not option.keys]
+    config = {name: given[name] for name in own if given.get(name) is not None}
+    overflow = OverflowSettings.build(given.get("overflow")).given()
+    return {**config, "overflow": overflow} if overflow else config
 
 
 def overflow_sources(arguments: Mapping[str, Any], options: Config) -> list[Source]:
-    """Every place in a DeepSpeed config of the ``overflow`` of both, to compare them with one."""
+    """Return every key of the ``overflow`` of both in a DeepSpeed config, to compare them with one."""
     places = {ARGUMENTS: arguments, OPTIONS: options}
     return [
-        Source(place, overflow_places(OverflowSettings.build(given.get("overflow")))) for place, given in places.items()
+        Source(place, to_config(OverflowSettings, OverflowSettings.build(given.get("overflow")).given()))
+        for place, given in places.items()
     ]
 
 
 def load_deepspeed_config(config: Any) -> Config:
-    """What ``hf_ds_config`` holds: also the forms that Accelerate takes, an ``HfDeepSpeedConfig`` or JSON text.
+    """Return what ``hf_ds_config`` holds: also in the forms of Accelerate, an ``HfDeepSpeedConfig`` or JSON text.
 
     Raises:
         ValueError: it cannot be read.
@@ -152,5 +127,5 @@ def load_deepspeed_config(config: Any) -> Config:
 
 
 def describe_config(config: Any) -> str:
-    """How messages name the place of ``hf_ds_config``."""
+    """Return how messages name the place of ``hf_ds_config``."""
     return f"hf_ds_config={str(config)!r}" if isinstance(config, (str, os.PathLike)) else "hf_ds_config"

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from requestzero.accelerate.launch import PRECISION_PLACE, launched_sources
 from requestzero.accelerate.options import (
-    OwnOptions,
     argument_source,
     describe_config,
     load_deepspeed_config,
     option_source,
     overflow_sources,
-    own_options,
+    settings_without_keys,
 )
 from requestzero.config.files import load_config
 from requestzero.config.keys import check_top_level_keys
-from requestzero.config.merge import AUTO, Source, merge
+from requestzero.config.merge import Source, merge
 from requestzero.config.nested import Config, look_up, put
-from requestzero.config.own_keys import RETAIN_OPTION, take_own_section
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.overflow import merged_overflow
+from requestzero.config.settings import RequestZeROSettings
 from requestzero.config.supported import check_supported, wants_offload
-from requestzero.config.translation import overflow_of
-from requestzero.config.values import check_zero_section
+from requestzero.config.translation import AUTO, from_config
+from requestzero.config.validation import Count, check
+from requestzero.config.values import CLIPPING, check_zero_section
 
 # What Accelerate writes into every config by itself; it says nothing at stages 1 and 2.
 _INERT_KEYS: dict[str, tuple[Any, ...]] = {
@@ -61,7 +61,7 @@ def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
         FileNotFoundError: a file that is named does not exist.
     """
     options = load_config(arguments["options"], "options")
-    own = own_options(arguments, options)
+    own = settings_without_keys(arguments, options)
     sources = [
         argument_source(arguments),
         option_source(options),
@@ -80,7 +80,7 @@ def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
         config=config,
         written=written,
         sources=sources,
-        settings=_settings(config, own, overflow_of(written, None)),
+        settings=_settings(config, written, own),
         steps=_said_steps(config),
         clipping=_said_clipping(config),
     )
@@ -103,42 +103,27 @@ def _drop_inert_keys(zero: Config) -> None:
             del zero[key]
 
 
-def _settings(config: Config, own: OwnOptions, overflow: Config) -> RequestZeROSettings:
-    zero = config["zero_optimization"]
-    accumulation = look_up(config, "data_types.grad_accum_dtype")
-    settings = RequestZeROSettings(
-        stage=zero["stage"],
-        offload_optimizer=wants_offload(_without_auto_device(config)),
-        retain_gpu_grad_partition_until_step=zero.get(RETAIN_OPTION, False),
-        grad_accum_dtype=None if accumulation == AUTO else accumulation,
-        normalization=own.normalization,
-        log_metrics=own.log_metrics,
-        **take_own_section(dict(config)),
-        overflow=OverflowSettings(**{**overflow, **own.overflow.given()}),
-    )
-    if settings.retain_gpu_grad_partition_until_step and not settings.offload_optimizer:
+def _settings(config: Config, written: Config, own: RequestZeROSettings) -> RequestZeROSettings:
+    """Return the settings that have no DeepSpeed key, ``own``, with the others as the config says them."""
+    if look_up(config, "zero_optimization.offload_optimizer.device") != AUTO:  # which Accelerate takes for none
+        wants_offload(config)
+    overflow = merged_overflow(own.overflow, written)
+    settings = replace(own, **from_config(RequestZeROSettings, config), overflow=overflow)
+    retain = settings.retain_gpu_grad_partition_until_step
+    if retain and not settings.offload_optimizer:
         raise ValueError(
-            f"{RETAIN_OPTION}={settings.retain_gpu_grad_partition_until_step!r} does not apply without optimizer "
-            "offload: leave it out, or set zero_optimization.offload_optimizer.device to 'cpu' (accelerate's "
-            "offload_optimizer_device)."
+            f"retain_gpu_grad_partition_until_step={retain!r} does not apply without optimizer offload: leave it out, "
+            "or set zero_optimization.offload_optimizer.device to 'cpu' (accelerate's offload_optimizer_device)."
         )
     return settings
-
-
-def _without_auto_device(config: Config) -> Config:
-    """Accelerate takes ``"auto"`` for the device to be none."""
-    return {} if look_up(config, "zero_optimization.offload_optimizer.device") == AUTO else config
 
 
 def _said_steps(config: Config) -> int | None:
     steps = config.setdefault("gradient_accumulation_steps", AUTO)
     if steps == AUTO:
         return None
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(
-            f"gradient_accumulation_steps={steps!r} is not allowed: give the number of requests in an update window, a "
-            "whole number above 0, or 'auto'."
-        )
+    advice = "give the number of requests in an update window, a whole number above 0, or 'auto'"
+    check("gradient_accumulation_steps", steps, Count(), advice=advice)
     return steps
 
 
@@ -146,9 +131,8 @@ def _said_clipping(config: Config) -> float | None:
     clipping = config.get("gradient_clipping", AUTO)
     if clipping == AUTO:
         return None
-    if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not clipping >= 0:
-        raise ValueError(
-            f"gradient_clipping={clipping!r} is not allowed: give the largest norm of the gradient, 0 for no clipping, "
-            "or 'auto' to have accelerator.clip_grad_norm_ say it."
-        )
+    advice = (
+        "give the largest norm of the gradient, 0 for no clipping, or 'auto' to have accelerator.clip_grad_norm_ say it"
+    )
+    check("gradient_clipping", clipping, CLIPPING, advice=advice)
     return float(clipping)

@@ -14,14 +14,16 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from typing_extensions import override
 
 from requestzero.accelerate.launch import launched_precision, precision_config
+from requestzero.accelerate.options import OWN_OPTIONS
 from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
 from requestzero.config.engine_options import EngineOptions, take_engine_options
-from requestzero.config.merge import AUTO, places_of
-from requestzero.config.nested import look_up
+from requestzero.config.merge import places_of
+from requestzero.config.nested import look_up, update
+from requestzero.config.overflow import merged_overflow, overflow_to_config
 from requestzero.config.precision import precision_of
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
-from requestzero.config.translation import merged_overflow, overflow_to_config
+from requestzero.config.translation import AUTO
 from requestzero.environment.versions import require_supported_deepspeed
 
 if TYPE_CHECKING:
@@ -112,13 +114,8 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         self.offload_optimizer_device = "cpu" if settings.offload_optimizer else "none"
         self.gradient_accumulation_steps = AUTO if plan.steps is None else plan.steps
         self.gradient_clipping = AUTO if plan.clipping is None else plan.clipping
-        self.retain_gpu_grad_partition_until_step = settings.retain_gpu_grad_partition_until_step
-        self.grad_accum_dtype = settings.grad_accum_dtype
-        self.normalization = settings.normalization
-        self.overflow = settings.overflow
-        self.log_metrics = settings.log_metrics
-        self.rank_agreement = settings.rank_agreement
-        self.rank_dependent_parameters = settings.rank_dependent_parameters
+        for name in {item.name for item in fields(self)}.intersection(OWN_OPTIONS):
+            setattr(self, name, getattr(settings, name))
 
     @property
     def settings(self) -> RequestZeROSettings:
@@ -168,9 +165,8 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         if chosen == "fp16":
             _check_fp16()
         overflow = merged_overflow(self.settings.overflow, self.plan.written, chosen)
-        for name, section in overflow_to_config(overflow, chosen).items():
-            # In place: the object that holds the config holds the same dict.
-            self.deepspeed_config.setdefault(name, {}).update(section)
+        # In place: the object that holds the config holds the same dict.
+        update(self.deepspeed_config, overflow_to_config(overflow, chosen))
         self.overflow = overflow
         self.plan = replace(self.plan, settings=replace(self.settings, overflow=overflow))
 

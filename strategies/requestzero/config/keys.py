@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from requestzero.config.nested import Config
-from requestzero.config.own_keys import OVERFLOW_SECTION, OWN_SECTION, check_overflow_section, take_own_section
+from requestzero.config.option import OWN_SECTIONS
+from requestzero.config.own_keys import check_own_keys
 from requestzero.config.suggestion import did_you_mean
+from requestzero.config.validation import as_mapping
 
 # fmt: off
 TOP_LEVEL_KEYS = frozenset([
@@ -20,9 +22,6 @@ TOP_LEVEL_KEYS = frozenset([
     "weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
 ])
 """Sections and scalars of a DeepSpeed config."""
-
-OWN_SECTIONS = frozenset([OVERFLOW_SECTION, OWN_SECTION])
-"""Sections that only this package reads."""
 
 REMOVED_KEYS = frozenset([
     "amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity", "graph_harvesting", "nebula",
@@ -61,28 +60,31 @@ def check_top_level_keys(config: Config, source: str) -> None:
     """Raise ValueError for a key that nobody knows, here, in a section of ``SECTION_KEYS`` or in one of our own.
 
     A section that is no mapping, and one that DeepSpeed has removed, are errors too.
+
+    Args:
+        config: a DeepSpeed config.
+        source: its place, for messages.
     """
     for key in config:
         if key in REMOVED_KEYS:
             raise ValueError(f"{key!r} in {source} is not possible: {_removal(key)}")
         if key not in TOP_LEVEL_KEYS and key not in OWN_SECTIONS:
-            near = did_you_mean(str(key), TOP_LEVEL_KEYS | OWN_SECTIONS)
+            near = did_you_mean(str(key), TOP_LEVEL_KEYS.union(OWN_SECTIONS))
             raise ValueError(f"{key!r} in {source} is no key of a DeepSpeed config.{near}")
     for name in ("zero_optimization", *SECTION_KEYS):
-        if not isinstance(config.get(name, {}), dict):
-            raise ValueError(f"{name}={config[name]!r} in {source} is not allowed: give a mapping of its options.")
+        section = config.get(name, {})
+        as_mapping(name, section, given=f"{name}={section!r} in {source}")
     for name, known in SECTION_KEYS.items():
         for key in config.get(name, {}):
             if key not in known:
                 raise ValueError(
                     f"{name}.{key} in {source} is no option of DeepSpeed's {name}.{did_you_mean(str(key), known)}"
                 )
-    check_overflow_section(config, source)
-    take_own_section(dict(config))
+    check_own_keys(config, source)
 
 
 def _removal(key: str) -> str:
-    """What DeepSpeed says of a section that it has removed."""
+    """Return what DeepSpeed says of a section that it has removed."""
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
 
     return _REMOVED_TOP_LEVEL_CONFIG_KEYS.get(key, "DeepSpeed has removed it; leave it out.")

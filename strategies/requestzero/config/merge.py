@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from requestzero.config.nested import Config, look_up
-from requestzero.config.own_keys import RETAIN_KEY
-
-AUTO = "auto"
-"""The value by which a config leaves a key to others; of ``RETAIN_KEY`` it is a value like others."""
+from requestzero.config.translation import AUTO, KEYS_WITH_AUTO
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,8 @@ class Source:
 
 
 def merge(*sources: Source) -> Config:
-    """Return all keys of all sources in a new dictionary. ``"auto"`` gives way to a value from elsewhere.
+    """Return all keys of all sources in a new dictionary. ``"auto"`` gives way to a value from elsewhere,
+    unless it is one of the key's own values.
 
     Raises:
         ValueError: a key has two different values; the message names the key, both values and both places.
@@ -42,7 +40,7 @@ def _merge(given: list[tuple[str, Any]], prefix: str) -> Config:
     for name in dict.fromkeys(name for _, config in given for name in config):
         key = f"{prefix}{name}"
         values = [(where, config[name]) for where, config in given if name in config]
-        said = [(where, value) for where, value in values if value != AUTO or key == RETAIN_KEY] or values[:1]
+        said = [(where, value) for where, value in values if value != AUTO or key in KEYS_WITH_AUTO] or values[:1]
         if all(isinstance(value, Mapping) for _, value in said):
             merged[name] = _merge(said, f"{key}.")
         else:

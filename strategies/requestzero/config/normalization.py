@@ -1,26 +1,26 @@
-"""What ``engine.step`` may be asked to divide a window's gradient sum by. Torch and DeepSpeed are not imported."""
+"""Check the divisor that ``engine.step`` is asked for. Torch and DeepSpeed are not imported."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from requestzero.config.settings import NORMALIZATIONS
+from requestzero.config.option import options_of
+from requestzero.config.settings import RequestZeROSettings
 
 
 def check_normalization(normalization: Any, divisor: Any, accumulation_steps: int) -> None:
     """Raise ValueError for a normalization that is not allowed, or that is not all that divides.
 
     Args:
-        normalization: one of ``NORMALIZATIONS``, or ``None``.
+        normalization: see :class:`~requestzero.config.settings.RequestZeROSettings`; ``None``: not asked for.
         divisor: the one that was given beside it, or ``None``.
         accumulation_steps: ``gradient_accumulation_steps`` of the engine, by which DeepSpeed divides every loss.
     """
     if normalization is None:
         return
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(
-            f"normalization={normalization!r} is not allowed: use one of {', '.join(map(repr, NORMALIZATIONS))}."
-        )
+    text = options_of(RequestZeROSettings)["normalization"].problem(normalization)
+    if text is not None:
+        raise ValueError(text)
     if divisor is not None:
         raise ValueError(
             f"step() got divisor={divisor!r} and normalization={normalization!r}, which chooses the divisor: give one "

@@ -16,6 +16,9 @@ PRECISIONS = {
 }
 """Lightning's name of a precision -> the model's dtype, as DeepSpeed names its section."""
 
+SECTIONS = ("fp16", "bf16")
+"""Sections of a DeepSpeed config that turn a precision on."""
+
 
 def precision_of(config: Mapping[str, Any]) -> str:
     """Return what the sections of a DeepSpeed config turn on: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
@@ -23,16 +26,18 @@ def precision_of(config: Mapping[str, Any]) -> str:
     Raises:
         ValueError: one of them is no mapping.
     """
-    return next((name for name in ("fp16", "bf16") if section_of(config, name).get("enabled") is True), "fp32")
+    return next((name for name in SECTIONS if section_of(config, name).get("enabled") is True), "fp32")
 
 
-def counts(section: Mapping[str, Any], name: str, precision: str | None) -> bool:
-    """Return false where a section ``fp16`` or ``bf16`` is switched off, so that it says nothing.
+def counts(config: Mapping[str, Any], section: str, precision: str | None) -> bool:
+    """Return false where ``section`` is one of a precision and is switched off, so that it says nothing.
 
     Args:
-        section: a section that says ``"auto"`` counts in its own precision.
-        name: ``"fp16"`` or ``"bf16"``.
+        config: a DeepSpeed config. A section that says ``enabled: auto`` counts in its own precision.
+        section: the section's name.
         precision: the model's dtype; ``None`` where it is not known yet.
     """
-    enabled = section.get("enabled", True)
-    return bool(name == precision if enabled == "auto" else enabled)
+    if section not in SECTIONS:
+        return True
+    enabled = section_of(config, section).get("enabled", True)
+    return bool(section == precision if enabled == "auto" else enabled)

@@ -1,32 +1,31 @@
-"""The options of this package as a Markdown table, made from the classes that own them.
+"""The options of this package as a Markdown table, made from the classes that declare them.
 
-``python -m requestzero.config.reference_table`` prints it; given ``README.md``, it rewrites it there,
-between its two markers.
+``python -m requestzero.config.reference_table`` prints it; given ``README.md``, it rewrites it there, between its two
+markers.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import re
 import sys
-from dataclasses import MISSING, Field, fields
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.option import FrontEnd, Option, options_of
+from requestzero.config.settings import OWNERS
 
 BEGIN = "<!-- options: begin (python -m requestzero.config.reference_table README.md) -->"
 END = "<!-- options: end -->"
-_KEY = re.compile(r"\s*DeepSpeed key: ``([^`]+)``\.")
+_COLUMNS = ("option", "default", "meaning", "front ends", "DeepSpeed key")
 
 
-def field_docs(owner: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, on one line, by the field's name."""
+def meanings_of(owner: type) -> dict[str, str]:
+    """Return the docstring under each field of a class, on one line, by the field's name."""
     body = ast.parse(dedent(inspect.getsource(owner))).body[0]
     assert isinstance(body, ast.ClassDef)
-    docs = {}
+    meanings = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if (
             isinstance(statement, ast.AnnAssign)
@@ -34,37 +33,49 @@ def field_docs(owner: type) -> dict[str, str]:
             and isinstance(following, ast.Expr)
             and isinstance(following.value, ast.Constant)
         ):
-            docs[statement.target.id] = " ".join(str(following.value.value).split())
-    return docs
+            meanings[statement.target.id] = " ".join(str(following.value.value).split())
+    return meanings
 
 
-def _default(option: Field[Any]) -> str:
-    if option.default is MISSING:
-        return ""
-    return f'"{option.default}"' if isinstance(option.default, str) else str(option.default)
+def options_table(owners: Iterable[type] = OWNERS) -> str:
+    """Return the table, one option a row, without a final newline.
+
+    Args:
+        owners: the classes that declare the options.
+    """
+    rows = [_COLUMNS, ("---",) * len(_COLUMNS)]
+    for owner in owners:
+        meanings = meanings_of(owner)
+        rows += [_row(option, meanings[name]) for name, option in options_of(owner).items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _row(name: str, option: Field[Any], text: str) -> str:
-    key = _KEY.search(text)
-    meaning = _KEY.sub("", text).replace("``", "`")
-    return f"| `{name}` | `{_default(option)}` | {meaning} | {f'`{key.group(1)}`' if key else ''} |"
+def _row(option: Option, meaning: str) -> tuple[str, ...]:
+    default = f'"{option.default}"' if isinstance(option.default, str) else str(option.default)
+    return f"`{option.path}`", f"`{default}`", meaning.replace("``", "`"), _front_ends(option), _key(option)
 
 
-def options_table() -> str:
-    """The table, one option a row, without a final newline."""
-    rows = ["| option | default | meaning | DeepSpeed key |", "|---|---|---|---|"]
-    for owner, prefix in ((RequestZeROSettings, ""), (OverflowSettings, "overflow.")):
-        docs = field_docs(owner)
-        rows += [
-            _row(prefix + option.name, option, docs[option.name])
-            for option in fields(owner)
-            if option.name != "overflow"
-        ]
-    return "\n".join(rows)
+def _front_ends(option: Option) -> str:
+    if option.front_ends == frozenset(FrontEnd):
+        return "all"
+    return ", ".join(front_end.value for front_end in FrontEnd if front_end in option.front_ends)
+
+
+def _key(option: Option) -> str:
+    if option.key is None:
+        return "none"
+    if isinstance(option.key, Mapping):
+        return ", ".join(f"{precision}: `{key}`" for precision, key in option.key.items())
+    stored = " or ".join(f'`"{value}"`' for value in option.stored.values())
+    return f"`{option.key}`" + (f", {stored}" if stored else "")
 
 
 def with_options_table(document: str) -> str:
-    """The document with the table between its markers; ValueError if it does not hold each marker once."""
+    """Return the document with the table between its markers.
+
+    Raises:
+        ValueError: it does not hold each marker once.
+    """
     if document.count(BEGIN) != 1 or document.count(END) != 1:
         raise ValueError(f"The document must hold each of these lines once: {BEGIN} and {END}")
     before, rest = document.split(BEGIN)
@@ -72,6 +83,7 @@ def with_options_table(document: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
+    """Print the table, or rewrite it in the files that are named."""
     if not arguments:
         print(options_table())
     for name in arguments:

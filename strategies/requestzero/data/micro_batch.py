@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from requestzero.data.weight import check_weight
+from requestzero.config.validation import check_weight
 
 RequestId = str | int | None
 """Name of a request; ``None`` where it has none."""

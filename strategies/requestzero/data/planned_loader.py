@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from requestzero.config.validation import check, check_count
 from requestzero.data.labels import count_trained, mask_labels
 from requestzero.data.micro_batch import MicroBatch
 from requestzero.data.micro_batch_loader import Cursor, MicroBatchLoader
 from requestzero.data.planned_dataset import PlannedDataset, count_tokens, truncate_item
 from requestzero.planning import BadRequestPolicy, Budget, MicroBatchPlan, Planner, PlanStatistics, WindowRule
-from requestzero.planning.bad_requests import ON_BAD_REQUEST, check_choice
-from requestzero.planning.budget import check_count
+from requestzero.planning.bad_requests import ON_BAD_REQUEST
 from requestzero.planning.unique_ids import repeated_places
 
 _OWN = {
@@ -302,7 +302,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 def _check_ids(ids: Sequence[str | int], size: int, on_duplicate_id: str) -> frozenset[int]:
     """Indices of requests that are left out since their id was there before."""
-    check_choice("on_duplicate_id", on_duplicate_id, ON_BAD_REQUEST)
+    check("on_duplicate_id", on_duplicate_id, ON_BAD_REQUEST)
     if size == 0:
         raise ValueError("PlannedLoader got no requests: give a dataset with at least one.")
     if len(ids) != size:

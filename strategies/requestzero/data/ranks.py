@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-
-def check_at_least_one(owner: str, name: str, value: int) -> None:
-    """Raises ValueError unless ``value`` is a whole number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{owner}({name}={value!r}) is not allowed: give a whole number above 0.")
+from requestzero.config.validation import check_count
 
 
 def check_ranks(owner: str, rank: int | None, world_size: int | None) -> tuple[int, int] | None:
@@ -20,7 +16,7 @@ def check_ranks(owner: str, rank: int | None, world_size: int | None) -> tuple[i
         return None
     if rank is None or world_size is None:
         raise ValueError(f"{given}: give both, or neither to have torch.distributed asked.")
-    check_at_least_one(owner, "world_size", world_size)
+    check_count("world_size", world_size, owner=owner)
     if not 0 <= rank < world_size:
         raise ValueError(f"{given}: ranks go from 0 to {world_size - 1}.")
     return rank, world_size

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from requestzero.config.validation import check_count
 from requestzero.data.labels import mask_labels
 from requestzero.data.micro_batch import MicroBatch
 from requestzero.data.micro_batch_loader import Cursor, MicroBatchLoader
-from requestzero.data.ranks import check_at_least_one
 from requestzero.data.request_split import count_micro_batches, split_request
 
 
@@ -77,9 +77,8 @@ class RequestLoader(MicroBatchLoader[_Cursor]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        check_at_least_one("RequestLoader", "micro_batch_size", micro_batch_size)
-        if requests_per_update is not None:
-            check_at_least_one("RequestLoader", "requests_per_update", requests_per_update)
+        check_count("micro_batch_size", micro_batch_size, owner="RequestLoader")
+        check_count("requests_per_update", requests_per_update, owner="RequestLoader")
         super().__init__(_Cursor(), rank, world_size)
         self.requests = requests
         self.ids = range(len(requests)) if ids is None else ids

@@ -56,8 +56,9 @@ def read_config_file(path: Path) -> ConfigFile:
 
 def _read_accelerate_file(path: Path) -> ConfigFile:
     from requestzero.accelerate.launch import environment_of, launched_sources
-    from requestzero.config.merge import AUTO, merge
+    from requestzero.config.merge import merge
     from requestzero.config.nested import look_up, put
+    from requestzero.config.translation import AUTO
 
     environ = environment_of(path)
     config = merge(*launched_sources(environ))

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from requestzero.config.nested import section_of
-from requestzero.config.own_keys import RETAIN_OPTION
+from requestzero.config.own_keys import own_names
 from requestzero.config.precision import precision_of
 
 _AUTO = "auto"
@@ -146,8 +146,9 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
     from pydantic import ValidationError
 
     _refuse_auto(config)
-    section = {key: value for key, value in section_of(config, "zero_optimization").items() if value != _AUTO}
-    section.pop(RETAIN_OPTION, None)
+    own = own_names("zero_optimization")
+    given = section_of(config, "zero_optimization").items()
+    section = {key: value for key, value in given if value != _AUTO and key not in own}
     try:
         zero = DeepSpeedZeroConfig(**section)
     except ValidationError as error:

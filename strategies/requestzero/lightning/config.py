@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -11,13 +12,13 @@ from typing_extensions import override
 
 from requestzero.config.files import load_config
 from requestzero.config.keys import check_top_level_keys
-from requestzero.config.merge import AUTO, Source, merge, overlay
-from requestzero.config.nested import Config, put
-from requestzero.config.own_keys import OWN_SECTION, OWN_SECTION_OPTIONS, RETAIN_KEY, RETAIN_OPTION, take_own_section
+from requestzero.config.merge import Source, merge, overlay
+from requestzero.config.nested import Config
+from requestzero.config.overflow import merged_overflow, overflow_to_config
 from requestzero.config.precision import PRECISIONS
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.supported import check_supported, wants_offload
-from requestzero.config.translation import merged_overflow, overflow_of, overflow_places, overflow_to_config
+from requestzero.config.translation import AUTO, KEYS_WITH_AUTO, from_config, to_config
 from requestzero.config.values import check_values, check_zero_section
 from requestzero.lightning.options import check_offload, options_to_config
 
@@ -67,7 +68,7 @@ def read_user_config(config: Any) -> Source:
 
 
 def _check_automatic(value: Any, source: str, path: str = "") -> None:
-    if value == AUTO and path != RETAIN_KEY:
+    if value == AUTO and path not in KEYS_WITH_AUTO:
         raise ValueError(
             f"{path}='auto' in {source} is not possible under Lightning, which has no place to take it from: "
             "set a value, or leave the key out."
@@ -119,7 +120,7 @@ def merge_arguments(
         Source(ARGUMENTS, _settings_given(settings, given, offloads)),
         Source(ARGUMENTS, options_to_config(options, given, offloads)),
     )
-    merge(Source("overflow", overflow_places(settings.overflow)), user)
+    merge(Source("overflow", to_config(OverflowSettings, settings.overflow.given())), user)
     merged = overlay(default_config(offloads), merge(Source(ARGUMENTS, arguments), user))
     check_supported(merged)
     check_zero_section(user.config, user.place)
@@ -134,20 +135,8 @@ def _settings_given(settings: RequestZeROSettings, given: Collection[str], offlo
 
     ``offload_optimizer=False`` has none where nobody wants offload: a section without offload would say nothing.
     """
-    config: Config = {"zero_optimization": {}}
-    if "stage" in given:
-        put(config, "zero_optimization.stage", settings.stage)
-    if RETAIN_OPTION in given:
-        put(config, RETAIN_KEY, settings.retain_gpu_grad_partition_until_step)
-    if "offload_optimizer" in given and offloads:
-        device = "cpu" if settings.offload_optimizer else "none"
-        put(config, "zero_optimization.offload_optimizer.device", device)
-    for name in OWN_SECTION_OPTIONS:
-        if name in given:
-            put(config, f"{OWN_SECTION}.{name}", getattr(settings, name))
-    if settings.grad_accum_dtype is not None:
-        put(config, "data_types.grad_accum_dtype", settings.grad_accum_dtype)
-    return config
+    names = set(given) if offloads else set(given) - {"offload_optimizer"}
+    return to_config(RequestZeROSettings, {name: value for name, value in vars(settings).items() if name in names})
 
 
 def effective_settings(config: Config, settings: RequestZeROSettings) -> RequestZeROSettings:
@@ -156,18 +145,8 @@ def effective_settings(config: Config, settings: RequestZeROSettings) -> Request
     Raises:
         ValueError: a value that is not allowed.
     """
-    zero = config["zero_optimization"]
-    return RequestZeROSettings(
-        stage=zero["stage"],
-        offload_optimizer=wants_offload(config),
-        retain_gpu_grad_partition_until_step=zero.get(RETAIN_OPTION, False),
-        grad_accum_dtype=config.get("data_types", {}).get("grad_accum_dtype"),
-        normalization=settings.normalization,
-        incomplete_window=settings.incomplete_window,
-        **take_own_section(dict(config)),
-        log_metrics=settings.log_metrics,
-        overflow=OverflowSettings(**{**overflow_of(config, None), **settings.overflow.given()}),
-    )
+    overflow = merged_overflow(settings.overflow, config)
+    return replace(settings, **from_config(RequestZeROSettings, config), overflow=overflow)
 
 
 def with_precision(config: Config, overflow: OverflowSettings, precision: str) -> Config:
@@ -195,13 +174,13 @@ def check_retained(settings: RequestZeROSettings, precision: str) -> None:
     Only with fp32 accumulation on a 16-bit model is there a device partition of its own, beside the reduced
     gradients that go to the host.
     """
+    retain = settings.retain_gpu_grad_partition_until_step
     sixteen_bit = PRECISIONS[precision] != "fp32"
-    if settings.retain_gpu_grad_partition_until_step and not (sixteen_bit and settings.grad_accum_dtype == "fp32"):
+    if retain and not (sixteen_bit and settings.grad_accum_dtype == "fp32"):
         raise ValueError(
-            f"{RETAIN_OPTION}={settings.retain_gpu_grad_partition_until_step!r} does nothing with "
-            f"Trainer(precision={precision!r}) and grad_accum_dtype={settings.grad_accum_dtype!r}: it needs fp32 "
-            "accumulation on a 16-bit model, such as precision='bf16-true' with grad_accum_dtype='fp32'; or leave it "
-            "out."
+            f"retain_gpu_grad_partition_until_step={retain!r} does nothing with Trainer(precision={precision!r}) and "
+            f"grad_accum_dtype={settings.grad_accum_dtype!r}: it needs fp32 accumulation on a 16-bit model, such as "
+            "precision='bf16-true' with grad_accum_dtype='fp32'; or leave it out."
         )
 
 

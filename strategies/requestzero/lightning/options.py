@@ -5,7 +5,6 @@ Written for Lightning 2.6, whose own strategy ignores most of its arguments with
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,11 +12,15 @@ from typing import Any
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from requestzero.config.merge import Source, merge
+from requestzero.config.nested import Config, put
+from requestzero.config.option import FrontEnd, names_in, options_of
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.suggestion import did_you_mean
-from requestzero.config.values import BUCKET_SIZES, check_bucket_size
+from requestzero.config.translation import AUTO
+from requestzero.config.validation import Boolean, Count, Rule, check
+from requestzero.config.values import BUCKET_SIZES
 
-OWN_OPTIONS = (*(item.name for item in dataclasses.fields(RequestZeROSettings)), "config")
+OWN_OPTIONS = (*names_in(RequestZeROSettings, FrontEnd.LIGHTNING), "config")
 
 DEFAULTS: dict[str, Any] = {
     name: parameter.default
@@ -25,29 +28,26 @@ DEFAULTS: dict[str, Any] = {
     if name != "self" and name not in OWN_OPTIONS
 }
 
-LOSS_SCALE_OPTIONS = (
-    "loss_scale",
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "min_loss_scale",
-)
+LOSS_SCALE_OPTIONS = tuple(name for name in options_of(OverflowSettings) if name in DEFAULTS)
+"""Options of ``DeepSpeedStrategy`` that are another way to write those of ``overflow``."""
 
-CONFIG_SECTIONS = {
-    "zero_allow_untested_optimizer": (),
-    "contiguous_gradients": ("zero_optimization",),
-    "overlap_comm": ("zero_optimization",),
-    "allgather_partitions": ("zero_optimization",),
-    "reduce_scatter": ("zero_optimization",),
-    "allgather_bucket_size": ("zero_optimization",),
-    "reduce_bucket_size": ("zero_optimization",),
-    "pin_memory": ("zero_optimization", "offload_optimizer"),
-    "partition_activations": ("activation_checkpointing",),
-    "cpu_checkpointing": ("activation_checkpointing",),
-    "contiguous_memory_optimization": ("activation_checkpointing",),
-    "synchronize_checkpoint_boundary": ("activation_checkpointing",),
+KEYS = {
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "overlap_comm": "zero_optimization.overlap_comm",
+    "allgather_partitions": "zero_optimization.allgather_partitions",
+    "reduce_scatter": "zero_optimization.reduce_scatter",
+    "allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "pin_memory": "zero_optimization.offload_optimizer.pin_memory",
+    "partition_activations": "activation_checkpointing.partition_activations",
+    "cpu_checkpointing": "activation_checkpointing.cpu_checkpointing",
+    "contiguous_memory_optimization": "activation_checkpointing.contiguous_memory_optimization",
+    "synchronize_checkpoint_boundary": "activation_checkpointing.synchronize_checkpoint_boundary",
 }
-"""Options of ``DeepSpeedStrategy`` that are keys of a DeepSpeed config by the same name, and the section of each."""
+"""Options of ``DeepSpeedStrategy`` -> their keys in a DeepSpeed config."""
+
+_RULES: dict[str, Rule] = {**BUCKET_SIZES, "logging_batch_size_per_gpu": Count(also=AUTO)}
 
 _STAGE_3 = "it belongs to ZeRO stage 3, and RequestZeRO makes stages 1 and 2 request-safe; leave it out"
 _NVME = "it is for NVMe offload, which only ZeRO stage 3 has; leave it out"
@@ -93,16 +93,10 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_value(name: str, value: Any) -> None:
-    if isinstance(DEFAULTS[name], bool) and not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is not allowed: use true or false.")
-    if name in BUCKET_SIZES:
-        check_bucket_size(name, value, f"{name}={value!r}")
-    if name == "logging_batch_size_per_gpu" and not _is_batch_size(value):
-        raise ValueError(f"{name}={value!r} is not allowed: use a whole number above 0, or 'auto'.")
-
-
-def _is_batch_size(value: Any) -> bool:
-    return value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+    if isinstance(DEFAULTS[name], bool):
+        check(name, value, Boolean())
+    if name in _RULES:
+        check(name, value, _RULES[name])
 
 
 def check_offload(settings: RequestZeROSettings, options: Mapping[str, Any]) -> None:
@@ -124,18 +118,15 @@ def check_offload(settings: RequestZeROSettings, options: Mapping[str, Any]) -> 
             )
 
 
-def options_to_config(options: Mapping[str, Any], given: Collection[str], offload_optimizer: bool) -> dict[str, Any]:
-    """The DeepSpeed keys of the options of ``DeepSpeedStrategy`` that were given."""
-    config: dict[str, Any] = {}
-    for name in options.keys() & CONFIG_SECTIONS.keys() & set(given):
+def options_to_config(options: Mapping[str, Any], given: Collection[str], offload_optimizer: bool) -> Config:
+    """Return the DeepSpeed keys of the options of ``DeepSpeedStrategy`` that were given."""
+    config: Config = {}
+    for name in options.keys() & KEYS.keys() & set(given):
         if name == "pin_memory" and not offload_optimizer:
             continue  # False, and there is no section of offload that could say otherwise
-        section = config
-        for key in CONFIG_SECTIONS[name]:
-            section = section.setdefault(key, {})
-        section[name] = options[name]
-    batch_size = options.get("logging_batch_size_per_gpu", "auto")
-    if batch_size != "auto":
+        put(config, KEYS[name], options[name])
+    batch_size = options.get("logging_batch_size_per_gpu", AUTO)
+    if batch_size != AUTO:
         config["train_micro_batch_size_per_gpu"] = batch_size
     return config
 
@@ -143,7 +134,7 @@ def options_to_config(options: Mapping[str, Any], given: Collection[str], offloa
 def merge_loss_scale(
     overflow: OverflowSettings, options: Mapping[str, Any], given: Collection[str]
 ) -> OverflowSettings:
-    """``overflow`` with the loss-scale arguments of ``DeepSpeedStrategy`` that were given.
+    """Return ``overflow`` with the loss-scale arguments of ``DeepSpeedStrategy`` that were given.
 
     Raises:
         ValueError: one of them is also in ``overflow``, with another value.

@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.validation import check_weight
 from requestzero.data.boundaries import WindowMarks, unwrap
 from requestzero.data.micro_batch import MicroBatch
-from requestzero.data.weight import check_weight
 from requestzero.lightning.checks import check_scheduler_frequency
 from requestzero.lightning.current_batch import CurrentBatch
 from requestzero.zero.metrics import logged_metrics

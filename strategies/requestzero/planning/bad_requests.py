@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-ON_LONG_TEXT = ("error", "truncate", "own_micro_batch", "skip")
-ON_BAD_REQUEST = ("error", "skip")
+from requestzero.config.validation import Choice, check
+
+ON_LONG_TEXT = Choice(("error", "truncate", "own_micro_batch", "skip"), quoted=False)
+ON_BAD_REQUEST = Choice(("error", "skip"), quoted=False)
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,9 @@ class BadRequestPolicy:
     """A request without a token to train on: ``"error"``; ``"skip"`` leaves it out."""
 
     def __post_init__(self) -> None:
-        check_choice("on_long_text", self.on_long_text, ON_LONG_TEXT)
-        check_choice("on_empty_request", self.on_empty_request, ON_BAD_REQUEST)
-        check_choice("on_untrainable_request", self.on_untrainable_request, ON_BAD_REQUEST)
-
-
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raises ValueError unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not allowed: use one of {', '.join(allowed)}.")
+        check("on_long_text", self.on_long_text, ON_LONG_TEXT)
+        check("on_empty_request", self.on_empty_request, ON_BAD_REQUEST)
+        check("on_untrainable_request", self.on_untrainable_request, ON_BAD_REQUEST)
 
 
 @dataclass

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from requestzero.config.validation import Choice, check, check_count
+
 LAYOUTS = ("padded", "packed")
 """``padded``: one row a sequence, each as long as the longest. ``packed``: all sequences in one row, no padding."""
-
-
-def check_count(name: str, value: int | None) -> None:
-    """Raises ValueError unless ``value`` is ``None`` or a whole number above 0."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name}={value!r} is not allowed: give a whole number above 0.")
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,7 @@ class Budget:
     def __post_init__(self) -> None:
         check_count("tokens_per_micro_batch", self.tokens)
         check_count("max_sequences", self.sequences)
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout={self.layout!r} is not allowed: use one of {', '.join(LAYOUTS)}.")
+        check("layout", self.layout, Choice(LAYOUTS, quoted=False))
 
     def row_cost(self, length: int) -> float:
         """Cost of one row of ``length`` tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from requestzero.planning.budget import check_count
+from requestzero.config.validation import check_count
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from requestzero.config.own_keys import RETAIN_OPTION
-
 RETAIN: tuple[bool | str, ...] = (False, True, "auto")
 """Values of ``retain_gpu_grad_partition_until_step`` that are compared, where it means something."""
 _RETAIN_NAMES: dict[bool | str | None, str] = {None: "requestzero", False: "released", True: "retained"}
@@ -62,7 +60,7 @@ class Configuration:
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
         if engine.retain is not None:
-            zero[RETAIN_OPTION] = engine.retain
+            zero["retain_gpu_grad_partition_until_step"] = engine.retain
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 0.0,

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 from typing_extensions import override
 
 from requestzero.config.normalization import check_normalization
-from requestzero.data.weight import check_weight
+from requestzero.config.validation import check_weight
 from requestzero.zero import overflow_policy as policy
 from requestzero.zero.announcing_engine import AnnouncingEngine
 from requestzero.zero.patch import replaced
