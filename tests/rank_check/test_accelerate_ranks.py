@@ -50,7 +50,7 @@ def train(rows: Rows, marked: bool) -> str:
     """Two epochs over a loader that Accelerate has prepared, or over one of micro-batches; the error on this rank."""
     from requestzero.rank_check import watch
 
-    watch._LOOK_EVERY = timedelta(seconds=0.2)
+    watch._POLL_INTERVAL = timedelta(seconds=0.2)
     with fresh():
         uneven = DataLoaderConfiguration(even_batches=False)
         accelerator = make_accelerator(Loop(plugin={"rank_agreement": True}, accelerator={"dataloader_config": uneven}))

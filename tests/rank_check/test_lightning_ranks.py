@@ -59,7 +59,7 @@ def fit(model: type[Model], run: Run, stream: type[Stream] = Stream, shorter: in
     """The error of a fit on this rank, its seconds, and the updates; rank 1 has ``shorter`` batches fewer."""
     from requestzero.rank_check import watch
 
-    watch._LOOK_EVERY = timedelta(seconds=0.2)
+    watch._POLL_INTERVAL = timedelta(seconds=0.2)
     run = dataclasses.replace(run, schedule=False, batches=run.batches - shorter * rank())
     trainer = build_trainer(run, ListLogger(), [])
     start, error = time.monotonic(), ""

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from requestzero.errors import RankDisagreementError
-from requestzero.rank_check import agreement
-from requestzero.rank_check.statement import Account
+from requestzero.rank_check import rank_agreement
+from requestzero.rank_check.rank_report import RankReport
 from requestzero.rank_check.watch import Watch
 from requestzero.zero.bucket_sum import BucketSum
 
@@ -32,19 +32,19 @@ class Work:
         return True
 
 
-def nothing() -> Account:
+def nothing() -> RankReport:
     raise AssertionError("nothing has to be published")
 
 
 def watch() -> Watch:
-    board: Any = SimpleNamespace(
-        wait_for_verdict=lambda seconds: None,
-        accounts=lambda: [None],
-        decide=lambda text: text,
+    mailbox: Any = SimpleNamespace(
+        wait_for_result=lambda seconds: None,
+        reports=lambda: [None],
+        set_result=lambda text: text,
         acknowledge=lambda: None,
-        all_know=lambda: True,
+        all_acknowledged=lambda: True,
     )
-    return Watch(board, rank=0)
+    return Watch(mailbox, rank=0)
 
 
 def test_what_ends_just_after_a_look_has_not_failed() -> None:
@@ -60,8 +60,8 @@ def test_what_ends_just_after_a_look_has_not_failed() -> None:
 def test_a_device_s_collective_is_waited_for_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL takes a time that is over for a failure of its communicator."""
     queued = Work()
-    monkeypatch.setattr(agreement, "QueuedWork", lambda: queued)
-    waits: Any = agreement.RankAgreement(SimpleNamespace(), watch(), SimpleNamespace, str)  # type: ignore[arg-type]
+    monkeypatch.setattr(rank_agreement, "QueuedWork", lambda: queued)
+    waits: Any = rank_agreement.RankAgreement(SimpleNamespace(), watch(), SimpleNamespace, str)  # type: ignore[arg-type]
     collective: Any = SimpleNamespace(timeouts=[])
     collective.wait = lambda *timeout: collective.timeouts.append(timeout)
     waits.wait_for_batch(collective, torch.device("cuda"))

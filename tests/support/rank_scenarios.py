@@ -37,7 +37,7 @@ def outcome(scenario: Callable[..., None], *args: Any, setup: Setup | None = Non
     """Of ``scenario(engine, *args)``; ranks look at each other every ``look_every`` seconds (else every second)."""
     from requestzero.rank_check import watch
 
-    watch._LOOK_EVERY = timedelta(seconds=look_every)
+    watch._POLL_INTERVAL = timedelta(seconds=look_every)
     engine = build(Setup() if setup is None else setup)
     start = time.monotonic()
     try:
@@ -147,10 +147,10 @@ def all_fail(engine: Any) -> None:
 
 def others_do_not_hear(engine: Any) -> None:
     """Rank 0 computes while rank 1 fails and gives up; it learns of it when it comes to a collective."""
-    from requestzero.rank_check import agreement, watch
+    from requestzero.rank_check import comparison, watch
 
-    agreement._LAST_WORDS = 0.5
-    watch._FAREWELL = 4.0
+    comparison._FAILURE_GRACE_PERIOD = 0.5
+    watch._GRACE_PERIOD = 4.0
     engine.begin_request("long")
     if rank() == 1:
         engine.fail(OSError("the disk is gone"))

@@ -165,7 +165,8 @@ def coalesced_and_edited(setup: Setup) -> None:
             if bad:
                 poisoned_backward(engine, Micro(ALL, 3), math.nan, 1)
         assert engine.update_window.requests == (1 if bad else 2)
-        assert engine.agreement._request.number == (2 if bad else 3)  # dropped or not, they are agreed on one by one
+        begun = engine.agreement._progress.request.number
+        assert begun == (2 if bad else 3)  # dropped or not, they are agreed on one by one
     layer = engine.module.layers[1].weight
     if setup.offload:
         safe_set_full_grad(layer, torch.full_like(layer, 8.0))

@@ -1,15 +1,18 @@
-"""Agreement of data-parallel ranks on what they are about to do, so that none waits for another in vain.
+"""Check that the data-parallel ranks do the same next, so that none waits for another in vain.
 
-Every rank *states* what comes next (begin a request of so many micro-batches, step, end of its data, ...): a few
-integers, brought together by one small all-reduce on a process group of its own, which can run beside a forward. What
-was announced is not stated again; a rank that leaves what was announced states that, whatever it is. If all ranks state
-the same they go on, so that a change on all ranks together is allowed. If not, all of them raise the same error.
+Every rank has an *intent*: it begins a request of so many micro-batches, steps, has no more data, and so on. The ranks
+compare their intents, a few integers each, with one small all-reduce on a process group of their own, which runs
+beside the forward. What was announced before needs no comparison of its own; a rank that departs from it compares that.
+Ranks with the same intent go on, so that a change on all ranks together is allowed. Otherwise all of them raise the
+same error.
 
-A rank that states something while others wait in a gradient reduction would wait for ever, and so would they. Waits
-are therefore *watched*: where all ranks wait, for different things, nothing can move any more, and they say so to each
-other by way of the process group's store. A rank that computes waits for nothing, and is waited for.
+A rank that compares while the others wait in a gradient reduction would wait for ever, and so would they. Waits are
+therefore *watched*: a rank that has waited for a second puts a report into a mailbox of the process group's store.
+Where all ranks wait, for different things, none can go on, and all of them raise. A rank that computes is never taken
+for stuck.
 
-Read in this order: ``statement`` (what is stated), ``channel`` (the process group), ``board`` (the store), ``watch``
-(waits, and the error), ``schedule`` (the order of reduction), ``agreement`` (the life of a request), ``communication``
-(DeepSpeed's reductions, watched).
+Read in this order: ``intent``, ``channel`` (compares intents), ``rank_report`` and ``mailbox`` (for ranks that wait),
+``watch`` (waits that end in an error), ``message`` (its text), ``comparison``, ``reduction_order``, ``request`` and
+``progress`` (how far a rank has come), ``agreement`` (what an engine tells), ``rank_agreement`` (its implementation
+for several ranks), ``communication`` (DeepSpeed's reductions, watched).
 """

@@ -1,4 +1,4 @@
-"""The process group on which ranks agree: gloo on the CPU, beside whatever the gradients travel on."""
+"""The process group on which ranks compare intents: gloo on the CPU, beside the one that reduces gradients."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from requestzero.rank_check.statement import NUMBERS, Statement
+from requestzero.rank_check.intent import NUMBERS, Intent
 
 
 class Round:
-    """One agreement under way: the largest and, negated, the smallest of every number, over all ranks.
+    """One comparison under way: the largest and, negated, the smallest of every number, over all ranks.
 
     Args:
-        statement: this rank's.
-        buffer: int64, twice as many as a statement has numbers; used until the work is done.
-        bounds: the same memory, for NumPy.
+        intent: this rank's.
+        buffer: int64, of shape ``[2 * NUMBERS]``; used until the work is done.
+        bounds: the same memory as a NumPy array.
         group: of the ranks.
     """
 
-    def __init__(self, statement: Statement, buffer: torch.Tensor, bounds: Any, group: dist.ProcessGroup) -> None:
-        self.statement = statement
+    def __init__(self, intent: Intent, buffer: torch.Tensor, bounds: Any, group: dist.ProcessGroup) -> None:
+        self.intent = intent
         self._bounds = bounds
-        numbers = statement.numbers()
+        numbers = intent.numbers()
         self._bounds[:] = numbers + [-number for number in numbers]
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        # Straight to gloo, past PyTorch's dispatcher and without a new tensor: this happens in the middle of training.
+        # Gloo's all-reduce without PyTorch's dispatcher and a new tensor: this happens in the middle of training.
         backend: Any = group._get_backend(torch.device("cpu"))
         self.work = backend.allreduce([buffer], options)
 
     def agreed(self) -> bool:
-        """Whether all ranks have stated the same; once the work is done."""
+        """Return true if all ranks have the same intent; call it once the work is done."""
         largest, smallest = np.split(self._bounds, 2)
         return bool((largest == -smallest).all())
 
 
 class Channel:
-    """The ranks of ``group`` (a data-parallel group), joined once more. Built on all of them (collective)."""
+    """A process group of the ranks of ``group``, a data-parallel group. To be built on all of them (collective)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)
@@ -53,18 +53,18 @@ class Channel:
         # A rank that left at once would end connections that another is still making.
         dist.all_reduce(self._buffer, group=self._group)
         self.rounds = 0
-        """Agreements so far; for measuring."""
+        """Comparisons so far; for measuring."""
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has left."""
+        """True once this rank has left the group."""
         return self._group is None
 
-    def state(self, statement: Statement) -> Round:
-        """Begin to agree, once what was begun before is done. Every rank's first, second, ... call belong together."""
+    def compare(self, intent: Intent) -> Round:
+        """Begin to compare, once the round before is done (collective: the n-th calls of all ranks belong together)."""
         assert self._group is not None, "the engine has been destroyed"
         self.rounds += 1
-        return Round(statement, self._buffer, self._bounds, self._group)
+        return Round(intent, self._buffer, self._bounds, self._group)
 
     def close(self) -> None:
         """Leave the group. A round under way would keep its threads waiting."""

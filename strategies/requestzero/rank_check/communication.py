@@ -1,4 +1,4 @@
-"""DeepSpeed's gradient reductions on the CPU, in waits that can end."""
+"""DeepSpeed's gradient reductions on the CPU, with waits that can be given up."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from requestzero.rank_check.agreement import RankAgreement
+from requestzero.rank_check.rank_agreement import RankAgreement
 
 
 class WatchedCommunication:
-    """``deepspeed.comm`` for one optimizer, whose ``all_reduce`` and ``reduce`` of CPU tensors are watched.
+    """``deepspeed.comm`` with a watched ``all_reduce`` and ``reduce`` of CPU tensors, for one optimizer.
 
-    A wait of gloo cannot be interrupted, but it can be made in pieces. On other devices a reduction is queued and the
+    A wait for gloo cannot be interrupted, but it can be made in pieces. On other devices a reduction is queued, and the
     host does not wait here.
     """
 
@@ -24,11 +24,11 @@ class WatchedCommunication:
         return getattr(dist, name)
 
     def all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As ``deepspeed.comm.all_reduce``."""
+        """Run ``deepspeed.comm.all_reduce`` (collective)."""
         return self._run(dist.all_reduce, tensor, *args, **kwargs)
 
     def reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As ``deepspeed.comm.reduce``."""
+        """Run ``deepspeed.comm.reduce`` (collective)."""
         return self._run(dist.reduce, tensor, *args, **kwargs)
 
     def _run(self, collective: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Waits that end where the ranks wait for different things, and the error in which they end."""
+"""Waits that end in an error where the ranks wait for different things."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from itertools import count
 from typing import NoReturn, Protocol
 
 from requestzero.errors import RankDisagreementError
-from requestzero.rank_check.board import Board
-from requestzero.rank_check.statement import Account, compose
+from requestzero.rank_check.mailbox import Mailbox
+from requestzero.rank_check.message import compose
+from requestzero.rank_check.rank_report import RankReport
 
-_LOOK_EVERY = timedelta(seconds=1)
-# Where all wait, rank 0 is among them, and compares for all: a thousand ranks would keep the store busy. The others do
-# in case it has gone.
-_OTHERS_COMPARE_EVERY = 10
-# For how long a rank that knows the verdict waits for the others to know it: the store may end with its process.
-_FAREWELL = 10.0
+_POLL_INTERVAL = timedelta(seconds=1)
+# Where all ranks wait, rank 0 is among them and compares the reports for all: a thousand ranks would overload the
+# store. The others compare seldom, in case rank 0 has gone.
+_POLLS_OF_OTHERS = 10
+# Seconds for which a rank that has the result waits for the others to get it: the store may end with its process.
+_GRACE_PERIOD = 10.0
 
 
 class Work(Protocol):
-    """What can be waited for: of ``torch.distributed``, or an event of a device."""
+    """Something to wait for: a collective of ``torch.distributed``, or an event of a device."""
 
     def wait(self, timeout: timedelta, /) -> object: ...
 
@@ -32,124 +33,138 @@ class Work(Protocol):
 class Watch:
     """Waits for collectives on behalf of one engine.
 
-    A wait of less than a second costs nothing but the wait. After that the rank publishes what it waits for, and looks
-    once a second whether there is a verdict, or whether all ranks wait. If they do, at different places and twice in a
-    row, then no rank will ever come to where another waits.
+    A wait of less than a second costs nothing but the wait. After that the rank publishes a report, and polls once a
+    second for a result, or for all ranks to wait. If they do, at different places and in two polls in a row, then no
+    rank will ever come to where another waits. A rank that computes publishes nothing, and is never taken for stuck.
+
+    Args:
+        mailbox: of the group's ranks.
+        rank: of this process in the group.
     """
 
-    def __init__(self, board: Board, rank: int) -> None:
-        self._board, self._rank = board, rank
+    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+        self._mailbox, self._rank = mailbox, rank
         self.error: RankDisagreementError | None = None
-        """Once the ranks have disagreed."""
+        """The error that was raised, once the ranks have disagreed."""
 
     def wait(
-        self, work: Work, describe: Callable[[], Account], limit: float = float("inf"), at_once: bool = False
+        self, work: Work, describe: Callable[[], RankReport], limit: float = float("inf"), at_once: bool = False
     ) -> bool:
-        """Wait for ``work``; false if it is not done after ``limit`` seconds.
+        """Wait for ``work``; return false if it is not done after ``limit`` seconds.
 
         Args:
             work: is done when the ranks have come to it.
-            describe: what this rank waits for; called when it has to be published.
+            describe: returns the report of this wait; called when it has to be published.
             limit: seconds.
             at_once: publish before waiting.
 
         Raises:
-            RankDisagreementError: the ranks wait for different things, one of them cannot go on or is lost.
+            RankDisagreementError: the ranks wait for different things, or one of them cannot go on or is lost.
         """
-        published: list[Account] = []
-        seen: list[Account | None] = []
+        published: list[RankReport] = []
+        seen: list[RankReport | None] = []
         start = time.monotonic()
         if at_once:
             self._publish(describe(), published)
-        for look in count(1):
-            if self._arrived(work):
+        for poll in count(1):
+            if self._completed(work):
                 break
             if time.monotonic() - start > limit:
                 return False
-            seen = self._look(describe, published, seen, compares=self._rank == 0 or look % _OTHERS_COMPARE_EVERY == 0)
+            seen = self._poll(describe, published, seen, compares=self._rank == 0 or poll % _POLLS_OF_OTHERS == 0)
         if published:
-            self._board.withdraw()
+            self._mailbox.withdraw()
         return True
 
-    def _publish(self, account: Account, published: list[Account]) -> None:
-        self._board.publish(account)
-        published.append(account)
+    def _publish(self, report: RankReport, published: list[RankReport]) -> None:
+        self._mailbox.publish(report)
+        published.append(report)
 
-    def _arrived(self, work: Work) -> bool:
+    def _completed(self, work: Work) -> bool:
+        """Wait for one interval; return true if the work is completed."""
         try:
-            work.wait(_LOOK_EVERY)
+            work.wait(_POLL_INTERVAL)
         except RuntimeError:
             if not work.is_completed():  # only the wait has ended
                 return False
-            self._end(work)
+            self._raise_error_of(work)
         return True
 
-    def _end(self, work: Work) -> None:
-        """Of work that is completed: with an error of its own, or just after a wait for it has given up."""
+    def _raise_error_of(self, work: Work) -> None:
+        """Raise the error of completed work, if it has one: a wait may also have timed out just before the end."""
         try:
-            work.wait(_LOOK_EVERY)
+            work.wait(_POLL_INTERVAL)
         except RuntimeError as error:
-            self._lost(error)
+            self._connection_lost(error)
 
-    def _look(
-        self, describe: Callable[[], Account], published: list[Account], before: list[Account | None], compares: bool
-    ) -> list[Account | None]:
-        """Once a second; returns the accounts of all ranks if all of them wait."""
+    def _poll(
+        self,
+        describe: Callable[[], RankReport],
+        published: list[RankReport],
+        before: list[RankReport | None],
+        compares: bool,
+    ) -> list[RankReport | None]:
+        """Look for a result; return the reports of all ranks if all of them wait."""
         try:
-            verdict = self._board.verdict()
-            if verdict is None and not published:
+            result = self._mailbox.result()
+            if result is None and not published:
                 self._publish(describe(), published)
-            if not compares and verdict is None:
+            if not compares and result is None:
                 return before
-            accounts = self._board.accounts() if verdict is None and self._board.all_wait() else []
-            if len({str(account and account.place) for account in accounts}) > 1 and accounts == before:
-                verdict = self._board.decide(compose(accounts))
+            reports = self._mailbox.reports() if result is None and self._mailbox.all_wait() else []
+            if len({str(report and report.place) for report in reports}) > 1 and reports == before:
+                result = self._mailbox.set_result(compose(reports))
         except RuntimeError as error:
-            self._lost(error)
-        if verdict is not None:
-            self.conclude(verdict)
-        return accounts
+            self._connection_lost(error)
+        if result is not None:
+            self.raise_result(result)
+        return reports
 
-    def disagree(self, account: Account, seconds: float = _FAREWELL) -> NoReturn:
-        """All ranks know from one collective that they disagree, and come here: gather what they have to say."""
-        self._board.publish(account)
+    def disagree(self, report: RankReport, seconds: float = _GRACE_PERIOD) -> NoReturn:
+        """Gather the reports after a comparison by which all ranks know that they disagree, and raise."""
+        self._mailbox.publish(report)
         deadline = time.monotonic() + seconds
         if self._rank == 0:
-            while not self._board.all_wait() and time.monotonic() < deadline:
+            while not self._mailbox.all_wait() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            self.conclude(self._board.decide(compose(self._board.accounts())))
-        verdict = self._board.wait_for_verdict(seconds)
-        self.conclude(self._board.decide(compose(self._board.accounts())) if verdict is None else verdict)
+            self.raise_result(self._set_result())
+        result = self._mailbox.wait_for_result(seconds)
+        self.raise_result(self._set_result() if result is None else result)
 
     def give_up(self) -> NoReturn:
-        """No other rank has come within the limit of a wait: leave the verdict for when they do."""
-        self.conclude(self._board.decide(compose(self._board.accounts())), farewell=0.0)
+        """Raise although no other rank has come within the limit of a wait; leave the result for when they do."""
+        self.raise_result(self._set_result(), grace_period=0.0)
 
-    def leave(self, account: Account) -> None:
-        """Say for good why this rank will come to nothing that others wait for."""
+    def leave(self, report: RankReport) -> None:
+        """Publish for good why this rank will come to nothing that others wait for."""
         with suppress(RuntimeError):  # the store has ended with its process
-            self._board.publish(account)
-            self._board.acknowledge()
+            self._mailbox.publish(report)
+            self._mailbox.acknowledge()
 
-    def conclude(self, verdict: str, cause: BaseException | None = None, farewell: float = _FAREWELL) -> NoReturn:
-        """Raise the verdict once the other ranks know it too, or after ten seconds."""
-        self.error = RankDisagreementError(verdict)
-        deadline = time.monotonic() + farewell
-        with suppress(RuntimeError):  # the store has ended: the others know, or cannot learn it any more
-            self._board.acknowledge()
-            while not self._board.all_know() and time.monotonic() < deadline:
+    def raise_result(
+        self, result: str, cause: BaseException | None = None, grace_period: float = _GRACE_PERIOD
+    ) -> NoReturn:
+        """Raise the result once all ranks have it, or after the grace period."""
+        self.error = RankDisagreementError(result)
+        deadline = time.monotonic() + grace_period
+        with suppress(RuntimeError):  # the store has ended: the others have the result, or cannot get it any more
+            self._mailbox.acknowledge()
+            while not self._mailbox.all_acknowledged() and time.monotonic() < deadline:
                 time.sleep(0.05)
         if cause is None:
             raise self.error
         raise self.error from cause
 
-    def _lost(self, error: RuntimeError) -> NoReturn:
-        """A connection has broken: say why, if another rank has told."""
+    def _set_result(self, head: str | None = None) -> str:
+        return self._mailbox.set_result(compose(self._mailbox.reports(), head))
+
+    def _connection_lost(self, error: RuntimeError) -> NoReturn:
+        """Raise for a broken connection, with the reason if another rank has reported one."""
         head = f"The connection to a data-parallel rank was lost ({error}):"
         try:
-            verdict = self._board.wait_for_verdict(_LOOK_EVERY.total_seconds())
-            if verdict is None:
-                verdict = self._board.decide(compose(self._board.accounts(), head))
+            result = self._mailbox.wait_for_result(_POLL_INTERVAL.total_seconds())
+            if result is None:
+                result = self._set_result(head)
         except RuntimeError:
-            verdict = f"{head} what it had to say is in its own log."
-        self.conclude(verdict, error, farewell=2.0)
+            result = f"{head} what it had to say is in its own log."
+        self.raise_result(result, error, grace_period=2.0)

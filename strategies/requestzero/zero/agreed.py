@@ -7,8 +7,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero import stage_1_and_2
 from typing_extensions import override
 
-from requestzero.rank_check.agreement import RankAgreement
 from requestzero.rank_check.communication import WatchedCommunication
+from requestzero.rank_check.rank_agreement import RankAgreement
 from requestzero.zero.patch import replaced
 from requestzero.zero.windowed import WindowedOptimizer
 

@@ -75,7 +75,7 @@ class RequestZeROEngine(AnnouncingEngine):
         if self.options.overflow.on_overflow == "raise":
             self.optimizer.note_request_end()
         elif self.options.overflow.on_overflow == "drop_request":
-            self.agreement.before_judgement()
+            self.agreement.before_finite_check()
             dropped = self.optimizer.judge_request()
             if dropped is not None:
                 self._skips.dropped_requests += 1

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from requestzero.rank_check.agreement import RankAgreement
-from requestzero.rank_check.board import Board
 from requestzero.rank_check.channel import Channel
+from requestzero.rank_check.mailbox import Mailbox
+from requestzero.rank_check.rank_agreement import RankAgreement
 from requestzero.rank_check.watch import Watch
 
 
@@ -17,7 +17,7 @@ def join(optimizer: Any) -> None:
     if dist.get_world_size(optimizer.dp_process_group) == 1:
         return
     channel = Channel(optimizer.dp_process_group)
-    watch = Watch(Board(channel.name, channel.rank, channel.world_size), channel.rank)
+    watch = Watch(Mailbox(channel.name, channel.rank, channel.world_size), channel.rank)
     optimizer.take_agreement(RankAgreement(channel, watch, lambda: optimizer.window, _namer(optimizer)))
 
 

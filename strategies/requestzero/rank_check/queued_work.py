@@ -1,4 +1,4 @@
-"""What is queued on the accelerator, as something that can be waited for in pieces."""
+"""Waiting for the accelerator in pieces, so that the wait can be given up."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from datetime import timedelta
 
 from deepspeed.accelerator import get_accelerator
 
-# A step waits once, for milliseconds: looking this often costs less than a thousandth of it.
-_LOOK_EVERY = 50e-6
+# A step waits once, for milliseconds: polling this often costs less than a thousandth of it.
+_POLL_INTERVAL = 50e-6
 
 
 class QueuedWork:
@@ -19,11 +19,11 @@ class QueuedWork:
         self._event.record(get_accelerator().current_stream())
 
     def is_completed(self) -> bool:
-        """Whether the device has come to its end."""
+        """Return true once the device has finished it."""
         return bool(self._event.query())
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait for it.
+        """Block until the device has finished it.
 
         Raises:
             RuntimeError: it takes longer than ``timeout``.
@@ -32,4 +32,4 @@ class QueuedWork:
         while not self.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError("The device is still at work.")
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_INTERVAL)

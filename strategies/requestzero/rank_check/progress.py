@@ -1,0 +1,72 @@
+"""How far a rank has come, and its intents in those terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from requestzero.data.micro_batch import RequestId
+from requestzero.rank_check.intent import Intent, Kind
+from requestzero.rank_check.request import Request, Window
+
+
+class Progress:
+    """The request at hand and the open window.
+
+    Args:
+        window: returns the engine's open update window.
+    """
+
+    def __init__(self, window: Callable[[], Window]) -> None:
+        self._window = window
+        self.request = Request()
+
+    @property
+    def window(self) -> Window:
+        """The open update window."""
+        return self._window()
+
+    def begin(self, name: RequestId, micro_batches: int | None, window_end: bool | None) -> None:
+        """Put a new request in the place of the last."""
+        number = self.request.number + 1
+        self.request = Request(number, name, micro_batches, window_end, closed=False, window=self.window)
+
+    def count_micro_batch(self, request_ended: bool) -> None:
+        """Count a micro-batch that was run or left out."""
+        self.request.done += 1
+        self.request.closed = request_ended
+        self.request.window = self.window
+
+    # --- intents ----------------------------------------------------------------------------------------------------
+
+    def intent(self, kind: Kind, text: str, content: str = "", announced: tuple[int, ...] = ()) -> Intent:
+        """Return an intent at this place."""
+        request = self.request
+        return Intent(kind, request.number, request.done, self.window.micro_batches, announced, content, text)
+
+    def begins(self) -> Intent:
+        """Return the intent to begin the request, as announced."""
+        request = self.request
+        size = "" if request.micro_batches is None else f" of {request.micro_batches} micro-batches"
+        end = ", with a step after it" if request.window_end else ", with no step after it"
+        end = "" if request.window_end is None else end
+        return self.intent(Kind.REQUEST, f"begins {request}{size}{end}", repr(request.name), request.announced)
+
+    def reduces(self, kind: Kind = Kind.REDUCTION, content: str = "") -> Intent:
+        """Return the intent to reduce gradients of the micro-batch at hand."""
+        text = f"reduces the gradients of micro-batch {self.request.done + 1} of {self.request}"
+        return self.intent(kind, text, content)
+
+    def steps(self, kind: Kind) -> Intent:
+        """Return the intent to step."""
+        return self.intent(kind, f"steps after {self}")
+
+    def ends_request(self, kind: Kind) -> Intent:
+        """Return the intent to end the request."""
+        return self.intent(kind, f"ends {self.request} after micro-batch {self.request.done}")
+
+    def comes_to_next_batch(self) -> Intent:
+        """Return the intent to get the next batch."""
+        return self.intent(Kind.BATCH, f"comes to its next batch after {self}")
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.request.done} of {self.request}" if self.request.number else "no request"
