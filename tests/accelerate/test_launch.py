@@ -13,7 +13,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from requestzero.accelerate.launch import load_named
+from requestzero.config.files import load_config
 from support import accelerate_script
 from support.scripts import finish, start_module
 
@@ -59,7 +59,7 @@ def test_there_is_a_file_for_every_place_and_placement() -> None:
 def test_accelerate_reads_the_file_and_so_do_we(name: str) -> None:
     config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
     assert config.distributed_type == "DEEPSPEED"
-    named = load_named(config.deepspeed_config["deepspeed_config_file"], name)
+    named = load_config(config.deepspeed_config["deepspeed_config_file"], name)
     assert named["zero_optimization"]["stage"] == 2
     assert ("offload_optimizer" in named["zero_optimization"]) == ("offload" in name)
     assert (

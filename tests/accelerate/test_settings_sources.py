@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 import requestzero.accelerate
 from requestzero import OverflowSettings, RequestZeROPlugin
 from requestzero.accelerate.engine_config import choose_sizes
-from requestzero.accelerate.launch import launched_sources, load_named, precision_config
+from requestzero.accelerate.launch import launched_sources, precision_config
+from requestzero.config.files import load_config
 from support.accelerate_loops import NO_ADAM, Loop, assert_fails, fresh, make_accelerator, prepare, reset, train
 from support.ranks import RankGroup
 
@@ -157,7 +158,7 @@ def test_what_accelerates_own_plugin_writes_is_accepted() -> None:
 
 
 def test_a_file_of_a_package() -> None:
-    config = load_named("pkg://requestzero.configs/accelerate/deepspeed/zero2.yaml", "here")
+    config = load_config("pkg://requestzero.configs/accelerate/deepspeed/zero2.yaml", "here")
     assert config["zero_optimization"] == {"stage": 2}
 
 
@@ -285,7 +286,7 @@ def test_a_file_that_does_not_exist() -> None:
     with pytest.raises(FileNotFoundError, match=r"accelerate's deepspeed_config_file names the file 'nowhere.yaml'"):
         build({"file": "nowhere.yaml"})
     with pytest.raises(FileNotFoundError, match="and there is no package 'no_such_package'"):
-        load_named("pkg://no_such_package/x.yaml", "here")
+        load_config("pkg://no_such_package/x.yaml", "here")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from requestzero.config.translation import AUTO
 from requestzero.config.validation import as_mapping
 
 NONE = "none"
-PACKAGE_PREFIX = "pkg://"
 PRECISION_PLACE = "accelerate's mixed_precision"
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 _FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -115,7 +113,7 @@ def launched_sources(environ: Mapping[str, str]) -> list[Source]:
         sources.append(Source(f"{PRECISION_PLACE}={precision!r}", precision_config(precision)))
     name = environ.get(_FILE, NONE)
     if name != NONE:
-        sources.append(Source(f"the DeepSpeed file {name!r}", load_named(name, "accelerate's deepspeed_config_file")))
+        sources.append(Source(f"the DeepSpeed file {name!r}", load_config(name, "accelerate's deepspeed_config_file")))
     return sources
 
 
@@ -158,19 +156,3 @@ def precision_config(precision: str) -> Config:
     if precision not in ("no", "bf16", "fp16"):
         raise ValueError(f"mixed_precision={precision!r} is not possible with ZeRO 1 and 2 here: use no, bf16 or fp16.")
     return {name: {"enabled": name == precision} for name in ("bf16", "fp16")}
-
-
-def load_named(name: Any, source: str) -> Config:
-    """A DeepSpeed config: a file by path or by ``pkg://package/path`` within an installed package, or an object.
-
-    Raises:
-        ValueError: it cannot be read.
-        FileNotFoundError: it does not exist.
-    """
-    if not isinstance(name, str) or not name.startswith(PACKAGE_PREFIX):
-        return load_config(name, source)
-    package, _, path = name.removeprefix(PACKAGE_PREFIX).partition("/")
-    try:
-        return load_config(str(files(package).joinpath(path)), source)
-    except ModuleNotFoundError:
-        raise FileNotFoundError(f"{source} names {name!r}, and there is no package {package!r}.") from None

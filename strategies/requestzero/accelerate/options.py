@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-from requestzero.accelerate.launch import NONE, load_named
+from requestzero.accelerate.launch import NONE
 from requestzero.config.files import load_config
 from requestzero.config.merge import Source, merge, overlay
 from requestzero.config.nested import Config, put
@@ -123,7 +123,7 @@ def load_deepspeed_config(config: Any) -> Config:
             raise ValueError(f"hf_ds_config is text that is no JSON: {error}") from None
     if config == NONE:
         config = None
-    return load_named(config, "hf_ds_config")
+    return load_config(config, "hf_ds_config")
 
 
 def describe_config(config: Any) -> str:

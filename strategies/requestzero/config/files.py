@@ -10,26 +10,32 @@ import copy
 import json
 import os
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from requestzero.config.nested import Config
+
+_PACKAGE_PREFIX = "pkg://"
 
 
 def load_config(config: Any, source: str = "config") -> Config:
     """Return the configuration as a new dictionary that shares nothing with what was given.
 
     Args:
-        config: a mapping, an OmegaConf object, a path to a JSON or YAML file, a base64-encoded JSON text (DeepSpeed
-            takes one too), or ``None`` (an empty configuration).
+        config: a mapping, an OmegaConf object, a path to a JSON or YAML file, ``pkg://package/path`` for a file within
+            an installed package, a base64-encoded JSON text (DeepSpeed takes one too), or ``None`` (an empty
+            configuration).
         source: how error messages name the argument.
 
     Raises:
         ValueError: not one of these, a value is missing (``???``), or the file does not hold a mapping.
-        FileNotFoundError: the file does not exist, or is a directory.
+        FileNotFoundError: the file or the package does not exist, or the path is a directory.
     """
     if config is None:
         return {}
+    if is_in_package(config):
+        return _load_file(_path_in_package(config, source), source)
     if isinstance(config, (str, os.PathLike)):
         encoded = _decode(config) if isinstance(config, str) and not Path(config).suffix else None
         return _load_file(Path(config), source) if encoded is None else encoded
@@ -41,6 +47,19 @@ def load_config(config: Any, source: str = "config") -> Config:
         f"{source} is of type {type(config).__name__}: give a dict, an OmegaConf object, or the path of a JSON or "
         "YAML file."
     )
+
+
+def is_in_package(config: Any) -> bool:
+    """Return true for ``pkg://package/path``."""
+    return isinstance(config, str) and config.startswith(_PACKAGE_PREFIX)
+
+
+def _path_in_package(name: str, source: str) -> Path:
+    package, _, path = name.removeprefix(_PACKAGE_PREFIX).partition("/")
+    try:
+        return Path(str(files(package).joinpath(path)))
+    except ModuleNotFoundError:
+        raise FileNotFoundError(f"{source} names {name!r}, and there is no package {package!r}.") from None
 
 
 def _is_omegaconf(config: Any) -> bool:

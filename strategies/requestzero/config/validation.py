@@ -122,9 +122,9 @@ class Number:
     finite: bool = True
 
     def accepts(self, value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
-        if self.finite and math.isinf(value):
+        if isinstance(value, float) and (math.isnan(value) or (self.finite and math.isinf(value))):
             return False
         return (self.lowest is None or value >= self.lowest) and (self.above is None or value > self.above)
 

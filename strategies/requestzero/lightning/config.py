@@ -1,8 +1,7 @@
-"""The DeepSpeed config of a ``RequestZeRO``: its arguments and the user's config, merged, nothing ignored."""
+"""The DeepSpeed config of a ``RequestZeRO``: its arguments, the user's config and the Trainer's options, merged."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,17 +9,16 @@ from typing import Any
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
-from requestzero.config.files import load_config
-from requestzero.config.keys import check_top_level_keys
 from requestzero.config.merge import Source, merge, overlay
 from requestzero.config.nested import Config
 from requestzero.config.overflow import merged_overflow, overflow_to_config
 from requestzero.config.precision import PRECISIONS
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.supported import check_supported, wants_offload
-from requestzero.config.translation import AUTO, KEYS_WITH_AUTO, from_config, to_config
+from requestzero.config.translation import from_config, to_config
 from requestzero.config.values import check_values, check_zero_section
-from requestzero.lightning.options import check_offload, options_to_config
+from requestzero.lightning.options import check_offload, merge_loss_scale, options_to_config
+from requestzero.lightning.user_config import read_user_config
 
 ARGUMENTS = "the arguments of RequestZeRO"
 
@@ -47,64 +45,15 @@ def default_config(offload_optimizer: bool) -> Config:
     return config
 
 
-def read_user_config(config: Any) -> Source:
-    """Return the user's config as a new dictionary, and how messages name the place where it stands.
-
-    As in Lightning, the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names a file that is read when
-    there is no ``config``.
-
-    Raises:
-        ValueError: it cannot be read, holds a key that DeepSpeed does not know, or one that Lightning or this
-            strategy decides.
-    """
-    source, variable = "config", DeepSpeedStrategy.DEEPSPEED_ENV_VAR
-    if config is None and variable in os.environ:
-        config, source = os.environ[variable], f"the file in ${variable}"
-    loaded = load_config(config, source)
-    check_top_level_keys(loaded, source)
-    _check_automatic(loaded, source)
-    _check_loop_keys(loaded, source)
-    return Source(source, loaded)
-
-
-def _check_automatic(value: Any, source: str, path: str = "") -> None:
-    if value == AUTO and path not in KEYS_WITH_AUTO:
-        raise ValueError(
-            f"{path}='auto' in {source} is not possible under Lightning, which has no place to take it from: "
-            "set a value, or leave the key out."
-        )
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_automatic(item, source, f"{path}.{key}".lstrip("."))
-
-
-def _check_loop_keys(config: Config, source: str) -> None:
-    if config.pop("gradient_accumulation_steps", 1) != 1:
-        raise ValueError(
-            f"gradient_accumulation_steps in {source} must be 1 or left out, since the strategy divides the "
-            "window's sum itself: use Trainer(accumulate_grad_batches=...) for requests per update."
-        )
-    if config.get("managed_gradient_accumulation") is False:
-        raise ValueError(
-            f"managed_gradient_accumulation=False in {source} is not possible, since the strategy marks the "
-            "ends of requests: leave it out."
-        )
-    if "train_batch_size" in config:
-        raise ValueError(
-            f"train_batch_size={config['train_batch_size']!r} in {source} is decided by the data loader and "
-            "Trainer(accumulate_grad_batches=...): leave it out."
-        )
-
-
 def merge_arguments(
-    settings: RequestZeROSettings, options: Mapping[str, Any], given: Collection[str], config: Any
+    own: Mapping[str, Any], options: Mapping[str, Any], given: Collection[str], config: Any
 ) -> tuple[Config, RequestZeROSettings]:
     """Return the DeepSpeed config, and the settings as all places together have decided them.
 
     The config is Lightning's defaults, then the arguments that were given and the user's keys.
 
     Args:
-        settings: our own arguments. The keys of ``overflow`` depend on the precision, so they are only compared.
+        own: our own arguments. The keys of ``overflow`` depend on the precision, so they are only compared.
         options: the arguments of Lightning's ``DeepSpeedStrategy``.
         given: names of the arguments that were given.
         config: the user's config, see :func:`read_user_config`.
@@ -114,13 +63,15 @@ def merge_arguments(
             and 2, or has a value that is not allowed.
         FileNotFoundError: ``config`` names a file that does not exist.
     """
+    overflow = merge_loss_scale(OverflowSettings.build(own["overflow"]), options, given)
+    settings = RequestZeROSettings(**{**own, "overflow": overflow})
     user = read_user_config(config)
     offloads = settings.offload_optimizer or wants_offload(user.config)
     arguments = merge(
         Source(ARGUMENTS, _settings_given(settings, given, offloads)),
         Source(ARGUMENTS, options_to_config(options, given, offloads)),
     )
-    merge(Source("overflow", to_config(OverflowSettings, settings.overflow.given())), user)
+    merge(Source("overflow", to_config(OverflowSettings, overflow.given())), user)
     merged = overlay(default_config(offloads), merge(Source(ARGUMENTS, arguments), user))
     check_supported(merged)
     check_zero_section(user.config, user.place)

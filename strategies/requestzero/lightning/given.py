@@ -1,4 +1,4 @@
-"""Which arguments a constructor call gives, as opposed to those that are left at their defaults."""
+"""The arguments that a constructor call gives, as opposed to those that are left at their defaults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ class NotesArguments:
 
 
 def given_names(init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the parameters that a call of ``RequestZeRO.__init__`` passes, those of ``DeepSpeedStrategy`` too."""
+    """Return the names of the arguments that a call of ``RequestZeRO.__init__`` gives.
+
+    Args:
+        init: the constructor.
+        args: its positional arguments.
+        kwargs: its keyword arguments, those of ``DeepSpeedStrategy`` too.
+    """
     signature = inspect.signature(init)
     bound = signature.bind_partial(None, *args, **kwargs).arguments
     values = {name: value for name, value in bound.items() if name not in ("self", "deepspeed_options")}

@@ -1,4 +1,4 @@
-"""Which options of Lightning's ``DeepSpeedStrategy`` apply to ZeRO 1 and 2, and what they turn into.
+"""The options of Lightning's ``DeepSpeedStrategy``: those that apply to ZeRO 1 and 2, and their DeepSpeed keys.
 
 Written for Lightning 2.6, whose own strategy ignores most of its arguments without a word when ``config`` is given.
 """

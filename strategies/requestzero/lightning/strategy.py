@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.settings import OverflowSettings
 from requestzero.data.boundaries import WindowMarks
 from requestzero.environment.versions import require_supported_deepspeed
 from requestzero.lightning import checks
@@ -29,7 +29,7 @@ from requestzero.lightning.checkpointing import Checkpointing
 from requestzero.lightning.engine_building import EngineBuildingStrategy
 from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.loops import extend_loops
-from requestzero.lightning.options import check_options, merge_loss_scale
+from requestzero.lightning.options import check_options
 from requestzero.lightning.precision import RequestZeROPrecision
 from requestzero.lightning.update_counts import UpdateCounts
 from requestzero.lightning.window_driver import WindowDriver
@@ -121,9 +121,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
         if init is not RequestZeRO.__init__:  # that of a derived class, which may pass on whatever it wants
             init, args, kwargs = RequestZeRO.__init__, (), {**own, "config": config, **deepspeed_options}
         given = given_names(init, args, kwargs)
-        own["overflow"] = merge_loss_scale(OverflowSettings.build(overflow), deepspeed_options, given)
-        settings = RequestZeROSettings(**own)
-        merged_config, self.settings = configs.merge_arguments(settings, deepspeed_options, given, config)
+        merged_config, self.settings = configs.merge_arguments(own, deepspeed_options, given, config)
         self.window_driver = WindowDriver(self)
         self._checkpointing = Checkpointing(self.window_driver)
         self._kept_counts = UpdateCounts()

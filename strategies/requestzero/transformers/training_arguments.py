@@ -12,8 +12,9 @@ from accelerate.utils import DeepSpeedPlugin, parse_flag_from_env, patch_environ
 from transformers import TrainingArguments
 from typing_extensions import override
 
-from requestzero.accelerate.launch import PACKAGE_PREFIX, launched_sources, load_named
+from requestzero.accelerate.launch import launched_sources
 from requestzero.accelerate.plugin import RequestZeROPlugin
+from requestzero.config.files import is_in_package, load_config
 from requestzero.config.merge import merge
 from requestzero.config.nested import Config
 from requestzero.zero.process_group import without_inference_operator
@@ -41,7 +42,7 @@ class RequestZeROTrainingArguments(TrainingArguments):
         if self.deepspeed is None:
             self.deepspeed = _launched_config()
         elif not _is_json(self.deepspeed):
-            self.deepspeed = load_named(self.deepspeed, "TrainingArguments(deepspeed=...)")
+            self.deepspeed = load_config(self.deepspeed, "TrainingArguments(deepspeed=...)")
         if torch.accelerator.current_accelerator(check_available=True) is None:
             self.use_cpu = True
         # Transformers builds a stock plugin first, which refuses what accelerate's YAML and the file both say.
@@ -84,6 +85,6 @@ def _is_json(config: Any) -> bool:
     """What Transformers reads by itself, and leaves as it is for its own later use."""
     if isinstance(config, dict):
         return True
-    if not isinstance(config, (str, os.PathLike)) or str(config).startswith(PACKAGE_PREFIX):
+    if not isinstance(config, (str, os.PathLike)) or is_in_package(config):
         return False
     return Path(config).suffix not in (".yaml", ".yml")
