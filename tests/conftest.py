@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,27 +20,30 @@ for lock in COMPILED.glob("*/lock"):
         lock.unlink()
 
 
-def _group(world_size: int) -> Iterator[RankGroup]:
-    group = RankGroup(world_size)
-    yield group
-    group.stop()
+@pytest.fixture(scope="session")
+def group_of() -> Iterator[Callable[[int], RankGroup]]:
+    """Of a number of ranks, their group: it starts when it is first used."""
+    groups: dict[int, RankGroup] = {}
+    yield lambda ranks: groups.setdefault(ranks, RankGroup(ranks))
+    for group in groups.values():
+        group.stop()
 
 
 @pytest.fixture(scope="session")
-def one_rank() -> Iterator[RankGroup]:
-    yield from _group(1)
+def one_rank(group_of: Callable[[int], RankGroup]) -> RankGroup:
+    return group_of(1)
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankGroup]:
-    yield from _group(2)
+def two_ranks(group_of: Callable[[int], RankGroup]) -> RankGroup:
+    return group_of(2)
 
 
 @pytest.fixture(scope="session")
-def three_ranks() -> Iterator[RankGroup]:
-    yield from _group(3)
+def three_ranks(group_of: Callable[[int], RankGroup]) -> RankGroup:
+    return group_of(3)
 
 
 @pytest.fixture(scope="session")
-def four_ranks() -> Iterator[RankGroup]:
-    yield from _group(4)
+def four_ranks(group_of: Callable[[int], RankGroup]) -> RankGroup:
+    return group_of(4)

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from requestzero import RequestLoader
-from support.accelerate_loops import NO_ADAM, Loop, assert_fails, fresh, make_accelerator
+from support.accelerate_loops import Loop, make_accelerator
+from support.accelerate_state import fresh
+from support.failures import assert_fails
 from support.ranks import RankGroup
+from support.setup import KEEP_OPTIMIZER
 
-BF16 = {**NO_ADAM, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+BF16 = {**KEEP_OPTIMIZER, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 PLUGINS: dict[str, dict[str, Any]] = {
     "stage 1": {"zero_stage": 1},
     "stage 2 offload bf16": {"offload_optimizer_device": "cpu", "hf_ds_config": BF16},

@@ -10,8 +10,12 @@ import pytest
 import torch
 from accelerate.tracking import GeneralTracker
 
-from support.accelerate_loops import WIDTH, Loop, assert_fails, data, fresh, prepare, train, weights
+from support.accelerate_loops import Loop, data, prepare, train, weights
+from support.accelerate_state import fresh
+from support.failures import assert_fails
+from support.models import WIDTH, LossOfRowWeight
 from support.ranks import RankGroup
+from support.trainer import quiet, with_documented_line
 
 CHECK = {"check_grad_overflow": True}
 DROP = {**CHECK, "on_overflow": "drop_request"}
@@ -173,29 +177,13 @@ def test_metrics_before_prepare() -> None:
 # --- Transformers' Trainer ------------------------------------------------------------------------------------------
 
 
-class Rows(torch.utils.data.Dataset):
-    """Row 5 is NaN: the third of four windows of one row for each of two ranks."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"batch": torch.full((WIDTH,), float("nan") if index == 5 else 1.0)}
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.weight * batch).sum(1).mean()}
+# Row 5 is NaN: the third of four windows of one row for each of two ranks.
+ROWS = [{"batch": torch.full((WIDTH,), float("nan") if index == 5 else 1.0)} for index in range(8)]
 
 
 def with_trainer(overflow: dict[str, Any], how: str, directory: str, resume: str | None) -> dict[str, Any]:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
-    from requestzero import RequestZeROPlugin
     from requestzero.transformers import RequestZeROTrainingArguments
 
     config = {
@@ -204,28 +192,23 @@ def with_trainer(overflow: dict[str, Any], how: str, directory: str, resume: str
         "overflow": overflow,
     }
     with fresh():
-        arguments: dict[str, Any] = {
-            "output_dir": directory,
-            "max_steps": 4,
-            "per_device_train_batch_size": 1,
-            "train_sampling_strategy": "sequential",
-            "logging_steps": 1,
-            "learning_rate": 0.5,
-            "lr_scheduler_type": "linear",
-            "save_strategy": "steps",
-            "save_steps": 3,
-            "report_to": [],
-            "disable_tqdm": True,
-            "remove_unused_columns": False,
-        }
+        arguments = quiet(
+            output_dir=directory,
+            max_steps=4,
+            per_device_train_batch_size=1,
+            train_sampling_strategy="sequential",
+            logging_steps=1,
+            learning_rate=0.5,
+            lr_scheduler_type="linear",
+            save_strategy="steps",
+            save_steps=3,
+            remove_unused_columns=False,
+        )
         if how == "line":
-            args = TrainingArguments(
-                use_cpu=not torch.cuda.is_available(), deepspeed={**config, "overflow": {}}, **arguments
-            )
-            args.deepspeed_plugin = RequestZeROPlugin(hf_ds_config=args.hf_deepspeed_config, overflow=overflow)
+            args = with_documented_line({**config, "overflow": {}}, arguments, overflow=overflow)
         else:
             args = RequestZeROTrainingArguments(deepspeed=config, **arguments)
-        trainer = Trainer(Model(), args, train_dataset=Rows())
+        trainer = Trainer(LossOfRowWeight(), args, train_dataset=ROWS)
         trainer.train(resume_from_checkpoint=resume)
         engine = trainer.deepspeed
         return {

@@ -13,25 +13,22 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import patch_environment
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from test_launch import CONFIGS
 
 from requestzero.recipes import accelerate_sft
-from requestzero.recipes.config_schema import register_schema
 from requestzero.recipes.csv_tracker import CsvTracker
 from requestzero.recipes.errors import UsageError
 from requestzero.recipes.launched import launch_problems, register_launched
 from requestzero.recipes.override_check import command_problems
-from support.accelerate_loops import fresh
+from support.accelerate_state import fresh
+from support.paths import ACCELERATE_CONFIGS
 from support.ranks import RankGroup
+from support.recipe_configs import TINY, compose_recipe
 from support.scripts import finish, start_module
 
 SMALL = [
-    "model=byte_decoder_tiny",
+    *TINY,
     "model.layers=1",
-    "data.sequence_length=32",
-    "data.micro_batch_size=2",
     "data.requests_per_update=2",
     "optimizer.warmup_steps=2",
     "trainer.max_steps=4",
@@ -40,9 +37,7 @@ SMALL = [
 
 def composed(*overrides: str) -> Any:
     register_launched()
-    register_schema()
-    with initialize_config_module("requestzero.configs", version_base="1.3"):
-        return compose("accelerate_sft", overrides=[*SMALL, *overrides])
+    return compose_recipe(*SMALL, *overrides, recipe="accelerate_sft")
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +51,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["data=jsonl", f"data.path='{path}'"]
 
 
+def masters(folder: Path) -> list[torch.Tensor]:
+    """The flat fp32 master weights of both ranks in a DeepSpeed checkpoint."""
+    files = sorted(folder.glob("*_mp_rank_00_optim_states.pt"))
+    assert len(files) == 2
+    states = [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
+    return [tensor for state in states for tensor in state["single_partition_of_fp32_groups"]]
+
+
 def test_final_weights_are_those_of_the_lightning_recipe(tmp_path: Path, data: list[str]) -> None:
     """As users start them, bit for bit: weights and masters after four updates with clipping."""
     settings = [*SMALL, *data, "trainer.gradient_clip_val=0.5"]
     ours, lightning = tmp_path / "ours", tmp_path / "lightning"
-    launch = ("accelerate.commands.launch", "--config_file", str(CONFIGS / "zero2_offload_cpu.yaml"))
+    launch = ("accelerate.commands.launch", "--config_file", str(ACCELERATE_CONFIGS / "zero2_offload_cpu.yaml"))
     recipe = ("--main_process_port", "0", "-m", "requestzero.recipes.accelerate_sft")
     output = finish(start_module(*launch, *recipe, *settings, f"hydra.run.dir={ours}"))
     reference = ("requestzero.recipes.lightning_sft", *settings, "trainer.accelerator=cpu", "trainer.devices=2")
@@ -71,13 +74,8 @@ def test_final_weights_are_those_of_the_lightning_recipe(tmp_path: Path, data: l
     )
     assert len(found) > 10
     assert all(torch.equal(found[name], expected[f"model.{name}"]) for name in found)
-    for rank in (0, 1):
-        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        masters, wanted = (
-            torch.load(folder / name, weights_only=False)["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-            for folder in folders
-        )
-        assert all(map(torch.equal, masters, wanted))
+    for tensor, wanted in zip(*map(masters, folders), strict=True):
+        assert torch.equal(tensor, wanted)
     rows = [list(csv.DictReader((folder / "csv/metrics.csv").open())) for folder in (ours, lightning)]
     assert [float(row["loss"]) for row in rows[0]] == pytest.approx([float(row["loss"]) for row in rows[1]], rel=1e-5)
     assert [row["requests"] for row in rows[0]] == ["2", "4", "5", "7"]
@@ -105,16 +103,6 @@ def train_and_stay(directory: str, *overrides: str) -> Any:
         return train(directory, *overrides)
 
 
-def masters(folder: Path) -> list[torch.Tensor]:
-    files = sorted(folder.glob("pytorch_model/*optim_states.pt"))
-    assert len(files) == 2
-    return [
-        tensor
-        for file in files
-        for tensor in torch.load(file, weights_only=False)["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-    ]
-
-
 def test_resumed_equals_uninterrupted(two_ranks: RankGroup, tmp_path: Path, data: list[str]) -> None:
     whole, part, rest = (tmp_path / name for name in ("whole", "part", "rest"))
     (summary, names), (nothing, _) = two_ranks.run(
@@ -128,8 +116,9 @@ def test_resumed_equals_uninterrupted(two_ranks: RankGroup, tmp_path: Path, data
     (resumed, _), _ = two_ranks.run(
         train_and_stay, str(rest), f"trainer.resume_from='{state}'", "precision=bf16", *data
     )
-    paths = [folder / "checkpoints/update-4" for folder in (whole, rest)]
-    assert all(map(torch.equal, masters(paths[0]), masters(paths[1])))
+    paths = [folder / "checkpoints/update-4/pytorch_model" for folder in (whole, rest)]
+    for tensor, wanted in zip(*map(masters, paths), strict=True):
+        assert torch.equal(tensor, wanted)
     assert resumed.first_loss == summary.first_loss
     assert resumed.last_loss == summary.last_loss
     assert resumed.micro_batches == summary.micro_batches

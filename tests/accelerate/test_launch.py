@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from requestzero.config.files import load_config
 from support import accelerate_script
+from support.paths import ACCELERATE_CONFIGS
 from support.scripts import finish, start_module
 
 SCRIPT = Path(accelerate_script.__file__)
-CONFIGS = Path(str(files("requestzero.configs"))) / "accelerate"
-NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+NAMES = sorted(path.stem for path in ACCELERATE_CONFIGS.glob("*.yaml"))
 MACHINES = ("cpu", "one_gpu", "machines", "")
 
 
@@ -30,7 +29,7 @@ def free_port() -> str:
 
 
 def launch(name: str, *arguments: str) -> tuple[str, ...]:
-    return ("accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml"), *arguments)
+    return ("accelerate.commands.launch", "--config_file", str(ACCELERATE_CONFIGS / f"{name}.yaml"), *arguments)
 
 
 def results(directory: Path) -> list[str]:
@@ -57,13 +56,13 @@ def test_there_is_a_file_for_every_place_and_placement() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_accelerate_reads_the_file_and_so_do_we(name: str) -> None:
-    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+    config = load_config_from_file(str(ACCELERATE_CONFIGS / f"{name}.yaml"))
     assert config.distributed_type == "DEEPSPEED"
     named = load_config(config.deepspeed_config["deepspeed_config_file"], name)
     assert named["zero_optimization"]["stage"] == 2
     assert ("offload_optimizer" in named["zero_optimization"]) == ("offload" in name)
     assert (
-        (CONFIGS / f"{name}.yaml")
+        (ACCELERATE_CONFIGS / f"{name}.yaml")
         .read_text()
         .splitlines()[0]
         .startswith(f"# accelerate launch --config_file configs/accelerate/{name}.yaml ")
@@ -114,7 +113,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 def test_a_contradiction_is_told_before_training(tmp_path: Path) -> None:
     """Stage and precision in both files, once agreeing and once not."""
-    base: dict[str, Any] = yaml.safe_load((CONFIGS / "zero2_cpu.yaml").read_text())
+    base: dict[str, Any] = yaml.safe_load((ACCELERATE_CONFIGS / "zero2_cpu.yaml").read_text())
     (tmp_path / "ds.yaml").write_text("zero_optimization: {stage: 2}\nbf16: {enabled: false}\n")
     base["deepspeed_config"] = {"deepspeed_config_file": str(tmp_path / "ds.yaml"), "zero_stage": 2}
     (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(base))

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DummyOptim, DummyScheduler
 
-from support.accelerate_loops import (
-    NO_ADAM,
-    Loop,
-    Weight,
-    assert_fails,
-    data,
-    fresh,
-    make_accelerator,
-    prepare,
-    train,
-    weights,
-)
+from support.accelerate_loops import Loop, data, make_accelerator, prepare, train, weights
+from support.accelerate_state import fresh
+from support.failures import assert_fails
+from support.fp16 import fp16_on_cpu
+from support.models import RowWeight
 from support.ranks import RankGroup
+from support.setup import KEEP_OPTIMIZER
 
 PLUGINS: dict[str, dict[str, Any]] = {
     "stage 1": {"zero_stage": 1},
     "stage 2": {},
-    "stage 1 offload": {"zero_stage": 1, "offload_optimizer_device": "cpu", "hf_ds_config": NO_ADAM},
-    "stage 2 offload": {"offload_optimizer_device": "cpu", "hf_ds_config": NO_ADAM},
+    "stage 1 offload": {"zero_stage": 1, "offload_optimizer_device": "cpu", "hf_ds_config": KEEP_OPTIMIZER},
+    "stage 2 offload": {"offload_optimizer_device": "cpu", "hf_ds_config": KEEP_OPTIMIZER},
 }
 
 
@@ -71,7 +64,7 @@ def test_a_short_last_window_is_divided_by_its_own_count(two_ranks: RankGroup) -
 
 @pytest.mark.parametrize("name", ["stage 1", "stage 2 offload"])
 def test_a_skipped_update_moves_neither_weights_nor_scheduler(two_ranks: RankGroup, name: str) -> None:
-    plugin = {**PLUGINS[name], "hf_ds_config": {**NO_ADAM, "bf16": {"enabled": True}}}
+    plugin = {**PLUGINS[name], "hf_ds_config": {**KEEP_OPTIMIZER, "bf16": {"enabled": True}}}
     for ours in two_ranks.run(train, Loop(plugin=plugin, n=2, nan_at=(2,))):
         assert [update["skipped"] for update in ours["updates"]] == [
             (False, False),
@@ -138,10 +131,7 @@ def test_a_micro_batch_that_is_left_out_counts_as_in_ddp(two_ranks: RankGroup) -
 
 
 def in_fp16(loop: Loop) -> dict[str, Any]:
-    """DeepSpeed closes a gate to fp16 on the CPU, although torch computes it: opened here."""
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    with mock.patch.object(CPU_Accelerator, "is_fp16_supported", return_value=True):
+    with fp16_on_cpu():
         return train(loop)
 
 
@@ -318,7 +308,7 @@ def deepspeeds_own() -> list[tuple[float, float]]:
     }
     with fresh():
         accelerator = make_accelerator(Loop(plugin={"hf_ds_config": config}, n=2))
-        model: Any = Weight()
+        model: Any = RowWeight()
         optimizer: Any = DummyOptim(model.parameters(), lr=0.5)
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, DummyScheduler(optimizer))
         found = []
@@ -346,7 +336,7 @@ def gathered() -> tuple[int, list[str], bool]:
         loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(5), batch_size=1))
         found = [accelerator.gather_for_metrics(batch) for batch in loader]
         names = list(accelerator.get_state_dict(model))
-        return len(torch.cat(found)), names, type(accelerator.unwrap_model(model)).__name__ == "Weight"
+        return len(torch.cat(found)), names, type(accelerator.unwrap_model(model)).__name__ == "RowWeight"
 
 
 def test_gather_for_metrics_and_unwrap_model(two_ranks: RankGroup) -> None:

@@ -10,9 +10,12 @@ import torch
 from accelerate import Accelerator
 
 from requestzero import MicroBatch, RequestLoader, RequestZeROPlugin
-from support.accelerate_loops import NO_ADAM, Loop, assert_fails, fresh, make_accelerator, prepare, weights
+from support.accelerate_loops import Loop, make_accelerator, prepare, weights
+from support.accelerate_state import fresh
+from support.failures import assert_fails
 from support.ranks import RankGroup
 from support.recorded_windows import CASES, TwoLayers
+from support.setup import KEEP_OPTIMIZER
 
 LR = 1 / 16
 CONFIGURATIONS = {
@@ -29,7 +32,7 @@ CONFIGURATIONS = {
 def set_up(configuration: tuple[int, str, str, str]) -> tuple[Any, ...]:
     stage, device, precision, accumulation = configuration
     plugin = RequestZeROPlugin(
-        NO_ADAM,
+        KEEP_OPTIMIZER,
         zero_stage=stage,
         offload_optimizer_device=device,
         grad_accum_dtype=accumulation,

@@ -19,8 +19,11 @@ from requestzero import OverflowSettings, RequestZeROPlugin
 from requestzero.accelerate.engine_config import choose_sizes
 from requestzero.accelerate.launch import launched_sources, precision_config
 from requestzero.config.files import load_config
-from support.accelerate_loops import NO_ADAM, Loop, assert_fails, fresh, make_accelerator, prepare, reset, train
+from support.accelerate_loops import Loop, make_accelerator, prepare, train
+from support.accelerate_state import fresh, reset
+from support.failures import assert_fails
 from support.ranks import RankGroup
+from support.setup import KEEP_OPTIMIZER
 
 RETAIN = "retain_gpu_grad_partition_until_step"
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
@@ -452,5 +455,5 @@ def test_the_config_is_restored_after_a_failure() -> None:
 
 def test_nothing_is_left_in_the_environment() -> None:
     before = dict(os.environ)
-    RequestZeROPlugin(NO_ADAM)
+    RequestZeROPlugin(KEEP_OPTIMIZER)
     assert dict(os.environ) == before

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support.accelerate_loops import assert_fails, fresh
+from support.accelerate_state import fresh
+from support.failures import assert_fails
 from support.ranks import RankGroup
+from support.setup import KEEP_OPTIMIZER
+from support.tiny_llama import tiny_llama
+from support.trainer import quiet, with_documented_line
 
 SPLITS = ((1, 8), (2, 4), (4, 2))
 AUTO = {
@@ -30,7 +33,7 @@ OFFLOAD = {
         "offload_optimizer": {"device": "cpu"},
         "retain_gpu_grad_partition_until_step": True,
     },
-    "zero_force_ds_cpu_optimizer": False,
+    **KEEP_OPTIMIZER,
 }
 
 
@@ -48,13 +51,12 @@ class PlainLoss(torch.nn.Module):
 
 
 def make_model(kind: str) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+    from transformers import set_seed
 
     set_seed(0)
     if kind == "plain":
         return PlainLoss()
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=32, **sizes))
+    return tiny_llama(longest=32)
 
 
 def make_rows() -> list[dict[str, torch.Tensor]]:
@@ -82,32 +84,25 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """A real ``Trainer.train()``; without ``deepspeed`` under DDP."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
-    from requestzero import RequestZeROPlugin
     from requestzero.transformers import RequestZeROTrainingArguments
 
     with fresh(**environment or {}):
-        arguments: dict[str, Any] = {
-            "output_dir": tempfile.mkdtemp(),
+        arguments = {
             "per_device_train_batch_size": micro_batch,
             "gradient_accumulation_steps": steps,
             "max_steps": updates,
             "learning_rate": 1e-2,
             "optim": "adamw_torch",
             "logging_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
             "max_grad_norm": 0.25,
             **options,
         }
         if how == "line" or (deepspeed is None and how == "class"):
-            args = TrainingArguments(use_cpu=not torch.cuda.is_available(), deepspeed=deepspeed, **arguments)
+            args = with_documented_line(deepspeed, quiet(**arguments))
         else:
-            args = RequestZeROTrainingArguments(deepspeed=deepspeed, **arguments)
-        if how == "line":
-            args.deepspeed_plugin = RequestZeROPlugin(hf_ds_config=args.hf_deepspeed_config)
+            args = RequestZeROTrainingArguments(deepspeed=deepspeed, **quiet(**arguments))
         trainer = Trainer(model=make_model(model), args=args, train_dataset=make_rows())
         trainer.train(resume_from_checkpoint=resume)
         engine = getattr(trainer, "deepspeed", None)
@@ -177,16 +172,10 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(two_ranks: RankGroup, tmp_p
 
 
 def divided_twice() -> None:
-    from transformers import Trainer, TrainingArguments
-
-    from requestzero import RequestZeROPlugin
+    from transformers import Trainer
 
     with fresh():
-        config = {**AUTO, "zero_optimization": {"stage": 2}}
-        args = TrainingArguments(
-            output_dir=tempfile.mkdtemp(), use_cpu=not torch.cuda.is_available(), deepspeed=config, report_to=[]
-        )
-        args.deepspeed_plugin = RequestZeROPlugin(hf_ds_config=args.hf_deepspeed_config, normalization="token")
+        args = with_documented_line({**AUTO, "zero_optimization": {"stage": 2}}, quiet(), normalization="token")
         Trainer(model=make_model("llama"), args=args, train_dataset=make_rows()).train()
 
 
@@ -202,7 +191,7 @@ def searched() -> list[str]:
     from requestzero.transformers import RequestZeROTrainingArguments
 
     with fresh():
-        args = RequestZeROTrainingArguments(output_dir=tempfile.mkdtemp(), deepspeed=OFFLOAD, report_to=[])
+        args = RequestZeROTrainingArguments(deepspeed=OFFLOAD, **quiet())
         first = args.deepspeed_plugin
         args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
         return [type(plugin).__name__ for plugin in (first, args.deepspeed_plugin)]

@@ -9,7 +9,9 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 
 from requestzero import RequestZeROPlugin
-from support.accelerate_loops import Loop, Weight, data, fresh, train
+from support.accelerate_loops import Loop, data, train
+from support.accelerate_state import fresh
+from support.models import RowWeight
 from support.ranks import RankGroup
 
 STOCK = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
@@ -51,7 +53,7 @@ def train_both() -> dict[str, Any]:
 
 
 def _prepare(accelerator: Accelerator) -> Any:
-    model = Weight()
+    model = RowWeight()
     return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
 
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from requestzero import MicroBatch
-from support.accelerate_loops import NO_ADAM, Loop, assert_fails, data, fresh, prepare, weights
+from support.accelerate_loops import Loop, data, prepare, weights
+from support.accelerate_state import fresh
+from support.failures import assert_fails
 from support.ranks import RankGroup
+from support.setup import KEEP_OPTIMIZER
 
 TOKEN = {"normalization": "token"}
 TOKENS = [[3, 1], [0, 2], [4, 0], [1, 5], [0, 0], [0, 0], [2, 2], [7, 1]]
@@ -63,7 +66,8 @@ def loop_with_weights(how: str, plugin: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("how", ["accumulate", "blocks", "loader"])
 def test_windows_are_divided_by_their_weight(two_ranks: RankGroup, how: str) -> None:
-    plugin = {"hf_ds_config": NO_ADAM, "offload_optimizer_device": "cpu"} if how == "loader" else {"zero_stage": 1}
+    offload = {"hf_ds_config": KEEP_OPTIMIZER, "offload_optimizer_device": "cpu"}
+    plugin = offload if how == "loader" else {"zero_stage": 1}
     for found in two_ranks.run(loop_with_weights, how, plugin):
         position, rates = torch.zeros(8, dtype=torch.float64), []
         for index, window in enumerate(found):

@@ -9,8 +9,7 @@ import pytest
 
 from requestzero.config.reference_table import BEGIN, END, main, meanings_of, options_table, with_options_table
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
-
-README = Path(__file__).parents[2] / "README.md"
+from support.paths import README
 
 
 def test_every_option_has_a_docstring() -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 
 from requestzero.data.collate import PackedCollate, PaddedCollate
 from requestzero.data.labels import count_trained
 from requestzero.data.packing import check_texts_stay_apart
 from requestzero.recipes.model import ByteDecoder
+from support.tiny_llama import tiny_llama
 
 TEXTS = [
     {"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, -100, 8, 9]},
@@ -58,10 +59,7 @@ def test_bad_texts_are_refused(text: Any, error: type[Exception], message: str) 
 
 def llama(attention: str = "sdpa") -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=32, max_position_embeddings=64, attn_implementation=attention, **sizes)
-    config.use_cache = False
-    return LlamaForCausalLM(config)
+    return tiny_llama(num_hidden_layers=2, attn_implementation=attention, use_cache=False)
 
 
 def byte_decoder() -> ByteDecoder:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from requestzero import MicroBatch, RequestLoader
 from requestzero.data.labels import count_trained, mask_labels
 from requestzero.data.request_split import count_micro_batches, split_request
 from support.ranks import RankGroup
+from support.scripts import run_code
 
 LENGTHS = [1, 5, 2, 9, 3, 4, 1]
 REQUESTS = [[(request, item) for item in range(length)] for request, length in enumerate(LENGTHS)]
@@ -205,4 +204,4 @@ def test_ranks_are_asked_of_torch_distributed(two_ranks: RankGroup) -> None:
 
 def test_the_module_does_not_import_torch() -> None:
     code = "import sys, requestzero; requestzero.RequestLoader; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_code(code)

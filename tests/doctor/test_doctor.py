@@ -13,8 +13,9 @@ import pytest
 from requestzero.doctor import config_file, cpu_adam, requirements
 from requestzero.doctor.__main__ import main
 from requestzero.doctor.stock_losses import Loss, stock_run
+from support.installed import pretend_installed
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 LOSING = {"zero_optimization": {"stage": 2}}
 SAFE = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
@@ -31,17 +32,6 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["status"] == status
     return found
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch, name: str, version: str | None) -> None:
-    original = importlib.metadata.version
-
-    def installed(asked: str) -> str:
-        if asked == name and version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version if asked == name and version is not None else original(asked)
-
-    monkeypatch.setattr(importlib.metadata, "version", installed)
 
 
 def test_this_installation_is_supported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +55,7 @@ def test_this_installation_is_supported(capsys: pytest.CaptureFixture[str]) -> N
 def test_an_unsupported_version_is_status_4(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, version: str | None
 ) -> None:
-    pretend(monkeypatch, name, version)
+    pretend_installed(monkeypatch, name, version)
     found = report(capsys)
     assert (found["status"], found["versions"][name]["ok"]) == (4, False)
 
@@ -73,7 +63,7 @@ def test_an_unsupported_version_is_status_4(
 def test_what_only_an_extra_needs_may_be_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pretend(monkeypatch, "transformers", None)
+    pretend_installed(monkeypatch, "transformers", None)
     assert report(capsys)["status"] == 0
 
 
@@ -158,7 +148,7 @@ def test_what_is_not_known_is_status_4(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_rules_are_those_of_one_version(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pretend(monkeypatch, "deepspeed", "0.19.7")
+    pretend_installed(monkeypatch, "deepspeed", "0.19.7")
     found = report(capsys, written(tmp_path, LOSING))
     assert (found["status"], found["config"]["losses"]) == (4, None)
 

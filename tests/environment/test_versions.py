@@ -2,55 +2,40 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
-from pathlib import Path
 
 import pytest
 
 import requestzero
 from requestzero.environment.versions import SUPPORTED_DEEPSPEED, __version__, require_supported_deepspeed
+from support.installed import pretend_installed
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PIP_LINE = r'pip install "deepspeed==0\.19\.8"'
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    """Let the installed DeepSpeed be `version`, or be missing."""
-    original = importlib.metadata.version
-
-    def installed(name: str) -> str:
-        if name != "deepspeed":
-            return original(name)
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(importlib.metadata, "version", installed)
 
 
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.8+cu128", "0.19.8+1ab2c3d"])
 def test_a_supported_deepspeed_is_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    pretend(monkeypatch, version)
+    pretend_installed(monkeypatch, "deepspeed", version)
     require_supported_deepspeed()
 
 
 @pytest.mark.parametrize("version", ["0.19.7", "0.19.9", "0.20.0", "0.19.8rc1", "0.19.9.dev0+abc", "1.0"])
 def test_another_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    pretend(monkeypatch, version)
+    pretend_installed(monkeypatch, "deepspeed", version)
     message = rf"supports DeepSpeed ==0\.19\.8, but {re.escape(version)} is installed\. Run: {PIP_LINE}"
     with pytest.raises(ImportError, match=message):
         require_supported_deepspeed()
 
 
 def test_a_missing_deepspeed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, None)
+    pretend_installed(monkeypatch, "deepspeed", None)
     with pytest.raises(ImportError, match=rf"needs DeepSpeed ==0\.19\.8, and none is installed\. Run: {PIP_LINE}"):
         require_supported_deepspeed()
 
 
 def test_the_first_use_checks_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "0.18.0")
+    pretend_installed(monkeypatch, "deepspeed", "0.18.0")
     with pytest.raises(ImportError, match=rf"but 0\.18\.0 is installed\. Run: {PIP_LINE}"):
         requestzero.initialize(model=None, config={})
     with pytest.raises(ImportError, match=rf"but 0\.18\.0 is installed\. Run: {PIP_LINE}"):

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from support.accelerate_state import fresh
 from support.engines import build, masters
 from support.models import OneWeight
+from support.paths import README
 from support.ranks import RankGroup
 from support.setup import Setup
-
-README = Path(__file__).parents[2] / "README.md"
 
 LOSS_SUMS = ((6.0, 2.0), (4.0, 20.0))
 """Sum of the losses' gradients, of both ranks of the window's two micro-batches (each a request)."""
@@ -84,7 +84,6 @@ def with_accelerate(means: bool, normalization: str, blocks: bool) -> float:
     from accelerate import Accelerator
 
     from requestzero import MicroBatch, RequestZeROPlugin
-    from support.accelerate_loops import fresh
 
     with fresh():
         plugin = RequestZeROPlugin(normalization=normalization)

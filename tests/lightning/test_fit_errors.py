@@ -11,7 +11,12 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from support.lightning_runs import ListLogger, Model, Run, Stream, build_trainer, error_of, train
+from support.failures import failure
+from support.lightning_data import Stream, batch_value
+from support.lightning_model import START, Model
+from support.lightning_records import ListLogger
+from support.lightning_runs import build_trainer, train
+from support.lightning_spec import Run
 from support.ranks import RankGroup
 
 
@@ -146,22 +151,18 @@ def test_training_step_that_returns_none(one_rank: RankGroup) -> None:
     some = one_rank.run(fit, ReturnsNone, Run(batches=4, trainer={"accumulate": 4}, schedule=False))[0]
     assert some["error"] == ""
     assert some["global_step"] == 1
-    from support.lightning_runs import batch_value
-
     mean = (batch_value(0, 0) + batch_value(2, 0)) / 2
-    start = torch.tensor([0.0, 1.0, 2.0, -2.0, -1.0, 0.0, 1.0, 2.0])
+    start = torch.tensor(START)
     assert some["weights"] == (start - 0.5 * mean).tolist()
 
 
 def test_loader_that_yields_none(one_rank: RankGroup) -> None:
-    from support.lightning_runs import batch_value
-
     result = one_rank.run(fit, Model, Run(batches=5, trainer={"accumulate": 2}, schedule=False), LeavesOneOut)[0]
     assert result["error"] == ""
     assert result["global_step"] == 2
     mean = (batch_value(0, 0) + batch_value(2, 0)) / 2
     second = (batch_value(3, 0) + batch_value(4, 0)) / 2
-    start = torch.tensor([0.0, 1.0, 2.0, -2.0, -1.0, 0.0, 1.0, 2.0])
+    start = torch.tensor(START)
     assert result["weights"] == (start - 0.5 * mean - 0.5 * (second + 0.5 * mean)).tolist()
 
 
@@ -193,7 +194,7 @@ def test_optimizer_in_config_alone(one_rank: RankGroup) -> None:
     result = one_rank.run(fit, WithoutOptimizer, run)[0]
     assert (result["error"], result["global_step"]) == ("", 1)
     # Adam's first step moves every weight by the learning rate.
-    start = torch.tensor([0.0, 1.0, 2.0, -2.0, -1.0, 0.0, 1.0, 2.0])
+    start = torch.tensor(START)
     moved = (torch.tensor(result["weights"]) - start).abs()
     assert moved[moved > 0].tolist() == pytest.approx([0.25] * int((moved > 0).sum()), rel=1e-5)
     assert (moved > 0).any()
@@ -282,7 +283,7 @@ class Unbatched(Model):
 
 def test_error_in_training_step_is_the_error(one_rank: RankGroup) -> None:
     run = Run(root=tempfile.mkdtemp(), marks=[(True, True)] * 12, trainer={"accumulate": 3})
-    assert "accumulate_grad_batches=3" in one_rank.run(error_of, run)[0]
+    assert "accumulate_grad_batches=3" in one_rank.run(failure, train, run)[0]
 
 
 class WithBatchNorm(Model):

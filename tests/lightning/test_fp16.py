@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from support.lightning_runs import Run, train
+from support.fp16 import fp16_on_cpu
+from support.lightning_runs import train
+from support.lightning_spec import Run
 from support.ranks import RankGroup
 
 
 def train_in_fp16(run: Run) -> dict[str, Any]:
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    with mock.patch.object(CPU_Accelerator, "is_fp16_supported", return_value=True):
+    with fp16_on_cpu():
         return train(run)
 
 

@@ -11,8 +11,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from requestzero.probe.counters import Operators
-from support.lightning_runs import Run, batch_value, error_of, train
+from support.failures import failure
+from support.lightning_data import batch_value
+from support.lightning_model import LR, MOMENTUM, START
+from support.lightning_runs import train
+from support.lightning_spec import Run
 from support.ranks import RankGroup
+from support.setup import KEEP_OPTIMIZER
 
 CHECK = {"check_grad_overflow": True}
 DROP = {**CHECK, "on_overflow": "drop_request"}
@@ -38,8 +43,8 @@ def run_of(overflow: dict[str, Any], nan_batches: tuple[int, ...], **changes: An
 
 def reference(windows: list[list[int]]) -> list[list[float]]:
     """Plain PyTorch: the weights after each update with the mean gradient of these batches; none, no update."""
-    weights = torch.nn.Parameter(torch.cat([torch.arange(3.0), torch.arange(5.0) - 2]))
-    optimizer = torch.optim.SGD([weights], lr=0.5, momentum=0.5)
+    weights = torch.nn.Parameter(torch.tensor(START))
+    optimizer = torch.optim.SGD([weights], lr=LR, momentum=MOMENTUM)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5 ** (update // 2))
     after = []
     for window in windows:
@@ -59,7 +64,7 @@ def logged(result: dict[str, Any], name: str) -> list[float]:
 @pytest.mark.parametrize("offload", [False, True])
 def test_skipped_updates_hold_the_schedule_and_are_logged(two_ranks: RankGroup, offload: bool) -> None:
     """Windows 2 and 3 of 6 are skipped."""
-    options = {"offload_optimizer": offload, "config": {"zero_force_ds_cpu_optimizer": False}}
+    options = {"offload_optimizer": offload, "config": KEEP_OPTIMIZER}
     run = run_of(CHECK, (2, 5), batches=6, options=options)
     for got in two_ranks.run(train, run):
         assert [row["weights"] for row in got["updates"]] == reference([[0, 1], [], [], [6, 7], [8, 9], [10, 11]])
@@ -90,7 +95,7 @@ def test_raise_and_too_many_skips_end_the_run_on_all_ranks(two_ranks: RankGroup)
         ({**CHECK, "on_overflow": "raise"}, (3,), "GradientOverflowError: The gradient is not finite in update 2 (NaN"),
         ({**CHECK, "max_consecutive_skips": 2}, (2, 5), "GradientOverflowError: 2 updates in a row were skipped"),
     ):
-        first, second = two_ranks.run(error_of, run_of(overflow, nan_batches, batches=6))
+        first, second = two_ranks.run(failure, train, run_of(overflow, nan_batches, batches=6))
         assert first == second
         assert text in first
 

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from support.lightning_runs import Run, train
+from support.lightning_model import START
+from support.lightning_runs import train
+from support.lightning_spec import Run
 from support.ranks import RankGroup
+from support.setup import KEEP_OPTIMIZER
 
 # 3 epochs of 12 batches: full windows for 1, 3 and 4.
 EPOCHS = 3
@@ -27,8 +30,8 @@ def series(result: dict[str, Any], *names: str) -> list[tuple[Any, ...]]:
     [
         {"stage": 1},
         {"stage": 2},
-        {"stage": 1, "offload_optimizer": True, "config": {"zero_force_ds_cpu_optimizer": False}},
-        {"stage": 2, "offload_optimizer": True, "config": {"zero_force_ds_cpu_optimizer": False}},
+        {"stage": 1, "offload_optimizer": True, "config": KEEP_OPTIMIZER},
+        {"stage": 2, "offload_optimizer": True, "config": KEEP_OPTIMIZER},
     ],
     ids=["stage1", "stage2", "stage1_offload", "stage2_offload"],
 )
@@ -72,7 +75,7 @@ def test_clipping_acts_on_the_mean(two_ranks: RankGroup, stage: int, offload: bo
     options = {
         "stage": stage,
         "offload_optimizer": offload,
-        "config": {"zero_force_ds_cpu_optimizer": False},
+        "config": KEEP_OPTIMIZER,
     }
     reference, ours = ddp(two_ranks, **spec)[0], two_ranks.run(train, Run(options=options, **spec))[0]
     assert all(row["norm"] > 0.5 for row in ours["updates"])
@@ -87,21 +90,19 @@ def test_stock_strategy_makes_smaller_updates(two_ranks: RankGroup) -> None:
     spec = {"trainer": {"accumulate": 4}, "schedule": False}
     want = ddp(two_ranks, **spec)[0]["updates"][0]["weights"]
     stock = two_ranks.run(train, Run(strategy="stock", **spec))[0]["updates"][0]["weights"]
-    start = [0.0, 1.0, 2.0, -2.0, -1.0, 0.0, 1.0, 2.0]
     ours = two_ranks.run(train, Run(**spec))[0]["updates"][0]["weights"]
     assert ours == want
-    assert want != start
-    assert [4 * (b - a) for a, b in zip(start, stock, strict=True)] == [b - a for a, b in zip(start, want, strict=True)]
+    assert want != START
+    assert [4 * (b - a) for a, b in zip(START, stock, strict=True)] == [b - a for a, b in zip(START, want, strict=True)]
 
 
 def test_sum_is_not_divided(two_ranks: RankGroup) -> None:
     spec = {"trainer": {"accumulate": 4}, "schedule": False}
-    start = [0.0, 1.0, 2.0, -2.0, -1.0, 0.0, 1.0, 2.0]
     mean = two_ranks.run(train, Run(**spec))[0]["updates"][0]
     total = two_ranks.run(train, Run(options={"normalization": "sum"}, **spec))[0]["updates"][0]
     assert total["norm"] == 4 * mean["norm"]
-    assert [b - a for a, b in zip(start, total["weights"], strict=True)] == [
-        4 * (b - a) for a, b in zip(start, mean["weights"], strict=True)
+    assert [b - a for a, b in zip(START, total["weights"], strict=True)] == [
+        4 * (b - a) for a, b in zip(START, mean["weights"], strict=True)
     ]
 
 

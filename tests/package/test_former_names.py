@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 import requestzero
 from requestzero import former_names
+from support.scripts import run_code
 
 FOLDER = Path(former_names.__file__).parent
 MODULES = sorted(
@@ -23,8 +22,7 @@ MODULES = sorted(
 @pytest.mark.parametrize("name", MODULES)
 def test_a_former_module_is_the_current_one_and_warns(name: str) -> None:
     script = f"import sys, requestzero.{name}; print(sys.modules['requestzero.{name}'].__name__)"
-    run = subprocess.run([sys.executable, "-W", "default", "-c", script], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    run = run_code(script, "-W", "default")
     current = run.stdout.split()[-1]
     assert f"<string>:1: DeprecationWarning: requestzero.{name} has moved: import {current} instead." in run.stderr
     assert importlib.import_module(current).__name__ == current

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.scripts import run_code
 
 HEAVY = {
     "torch",
@@ -54,9 +54,7 @@ print(json.dumps({{
 
 def output_of(script: str) -> str:
     """The last line that `script` prints in a fresh interpreter."""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()[-1]
+    return run_code(script).stdout.splitlines()[-1]
 
 
 def import_effects(module: str, before: str = "") -> dict[str, Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import requestzero
+from support.scripts import run_code
 
 
 @pytest.mark.parametrize("name", [name for name in requestzero.__all__ if name != "__version__"])
@@ -18,8 +16,7 @@ def test_a_public_name_is_not_a_module(name: str) -> None:
         f"module = __import__(requestzero._LAZY[{name!r}], fromlist=['_'])\n"
         f"assert getattr(requestzero, {name!r}) is getattr(module, {name!r})\n"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    run_code(script)
 
 
 def test_every_public_name_resolves_and_is_listed() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
+from support.paths import README
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 
 # Heading of the section -> how it says that its example is started.

@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from requestzero import __version__
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PARTS = {"requestzero": ROOT / "strategies/requestzero", "requestzero/configs": ROOT / "configs"}
 PARTS["requestzero/recipes"] = ROOT / "recipes"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tracemalloc
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 from requestzero.planning import BadRequestPolicy, Budget, Planner, WindowRule
 from requestzero.planning.unique_ids import repeated_places
+from support.scripts import run_code
 
 LENGTHS = [[3, 4], [5], [1, 1, 1], [8], [2, 2], [7, 1]]
 
@@ -142,4 +141,4 @@ def test_bad_options_are_refused(make: Any, message: str) -> None:
 
 def test_planning_does_not_import_torch() -> None:
     code = "import sys, requestzero.planning; assert not {'torch', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_code(code)

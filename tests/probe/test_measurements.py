@@ -15,6 +15,7 @@ from requestzero.probe.reference import add_references, bytes_between_requests, 
 from requestzero.probe.result import Row, most
 from requestzero.probe.timing import ratios, spread
 from requestzero.probe.windows import LONGEST, OUTS, random_windows, reference, values, wrong_updates
+from support.tiny_llama import tiny_llama
 
 # --- counters -------------------------------------------------------------------------------------------------------
 
@@ -95,11 +96,7 @@ def test_one_wrong_bit_is_a_wrong_update() -> None:
 
 
 def test_a_hugging_face_model_gets_tokens(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tiny_llama().save_pretrained(tmp_path)
     choice = ModelChoice(layers=1, width=1, path=str(tmp_path))
     model = choice.build()
     tokens = choice.inputs(SimpleNamespace(module=model, global_rank=0, device="cpu"))

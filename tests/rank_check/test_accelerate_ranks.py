@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 import torch
 from accelerate import DataLoaderConfiguration
 
 from requestzero import MicroBatch
-from support.accelerate_loops import WIDTH, Loop, Weight, fresh, make_accelerator, make_optimizer
+from support.accelerate_loops import Loop, make_accelerator, make_optimizer
+from support.accelerate_state import fresh
+from support.models import WIDTH, RowWeight
+from support.polling import polling_every
 from support.ranks import RankGroup
 
 ROWS = 8
@@ -48,13 +50,10 @@ class Marked:
 
 def train(rows: Rows, marked: bool) -> str:
     """Two epochs over a loader that Accelerate has prepared, or over one of micro-batches; the error on this rank."""
-    from requestzero.rank_check import watch
-
-    watch._POLL_INTERVAL = timedelta(seconds=0.2)
-    with fresh():
+    with fresh(), polling_every(0.2):
         uneven = DataLoaderConfiguration(even_batches=False)
         accelerator = make_accelerator(Loop(plugin={"rank_agreement": True}, accelerator={"dataloader_config": uneven}))
-        model, optimizer, loader = Weight(), None, torch.utils.data.DataLoader(rows, batch_size=1)
+        model, optimizer, loader = RowWeight(), None, torch.utils.data.DataLoader(rows, batch_size=1)
         model, optimizer, loader = accelerator.prepare(model, make_optimizer(Loop(), model), loader)
         if marked:
             requests = accelerator.deepspeed_plugin.requests(accelerator)
@@ -70,13 +69,6 @@ def train(rows: Rows, marked: bool) -> str:
         finally:
             accelerator.free_memory()
     return ""
-
-
-@pytest.fixture
-def two_fresh_ranks() -> Iterator[RankGroup]:
-    group = RankGroup(2, forked=True)
-    yield group
-    group.stop()
 
 
 @pytest.mark.parametrize("marked", [False, True])

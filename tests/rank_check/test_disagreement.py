@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +14,6 @@ from support.ranks import RankError, RankGroup
 from support.setup import Setup
 
 both_stages = pytest.mark.parametrize("stage", [1, 2])
-
-
-@pytest.fixture
-def two_fresh_ranks() -> Iterator[RankGroup]:
-    """Of one test: a rank may be left in a collective that nobody completes."""
-    group = RankGroup(2, forked=True)
-    yield group
-    group.stop()
 
 
 def assert_all_raise(outcomes: list[Outcome], *lines: str, seconds: float = 5.0) -> None:
@@ -58,7 +50,7 @@ def test_where_a_request_is_judged_at_its_end(two_fresh_ranks: RankGroup) -> Non
 
 
 def test_within_seconds_with_the_intervals_that_users_have(two_fresh_ranks: RankGroup) -> None:
-    outcomes = two_fresh_ranks.run(outcome, scenarios.unannounced_unevenly, look_every=1.0)
+    outcomes = two_fresh_ranks.run(outcome, scenarios.unannounced_unevenly, poll_every=1.0)
     assert_all_raise(outcomes, "rank 1: steps", seconds=8.0)
 
 

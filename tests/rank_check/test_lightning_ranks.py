@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from support.lightning_runs import ListLogger, Model, Run, Stream, build_trainer, rank
+from support.lightning_data import Stream, rank
+from support.lightning_model import Model
+from support.lightning_records import ListLogger
+from support.lightning_runs import build_trainer
+from support.lightning_spec import Run
+from support.polling import polling_every
 from support.ranks import RankGroup
 
 MARKED: list[tuple[bool, bool | None]] = [(False, None), (True, None)] * 4
@@ -57,24 +60,15 @@ class LateStream(Stream):
 
 def fit(model: type[Model], run: Run, stream: type[Stream] = Stream, shorter: int = 0) -> tuple[str, float, int]:
     """The error of a fit on this rank, its seconds, and the updates; rank 1 has ``shorter`` batches fewer."""
-    from requestzero.rank_check import watch
-
-    watch._POLL_INTERVAL = timedelta(seconds=0.2)
     run = dataclasses.replace(run, schedule=False, batches=run.batches - shorter * rank())
     trainer = build_trainer(run, ListLogger(), [])
     start, error = time.monotonic(), ""
     try:
-        trainer.fit(model(run), stream(run))
+        with polling_every(0.2):
+            trainer.fit(model(run), stream(run))
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     return error, time.monotonic() - start, trainer.global_step
-
-
-@pytest.fixture
-def two_fresh_ranks() -> Iterator[RankGroup]:
-    group = RankGroup(2, forked=True)
-    yield group
-    group.stop()
 
 
 WINDOWS = Run(batches=8, marks=MARKED, trainer={"accumulate": 2})

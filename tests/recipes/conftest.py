@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from support.tiny_llama import tiny_llama
+
 
 @pytest.fixture(scope="session")
 def hugging_face_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tiny Llama of random weights and a tokenizer of single characters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     characters = [chr(code) for code in range(32, 127)]
     vocabulary = {token: number for number, token in enumerate(["</s>", "<unk>", *characters])}
@@ -20,7 +22,5 @@ def hugging_face_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.Fuse()
     path = tmp_path_factory.mktemp("hugging face model")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>").save_pretrained(path)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(vocabulary), max_position_embeddings=64, **sizes)
-    LlamaForCausalLM(config).save_pretrained(path)
+    tiny_llama(len(vocabulary)).save_pretrained(path)
     return path

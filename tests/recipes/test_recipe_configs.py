@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ from requestzero.recipes.lightning_run import make_trainer
 from requestzero.recipes.model import load_hugging_face
 from requestzero.recipes.override_check import command_problems, without_hydra
 from requestzero.recipes.update_metrics import UpdateMetrics
+from support.paths import CONFIGS
+from support.recipe_configs import compose_recipe
 
 COMMAND = "# python -m requestzero.recipes.lightning_sft"
-CONFIGS = Path(str(files("requestzero.configs")))
 RECIPE_FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.read_text().startswith(COMMAND))
 FP16 = {
     "precision/fp16",
@@ -60,9 +60,7 @@ def composed(request: pytest.FixtureRequest, tmp_path: Path, hugging_face_model:
     on_gpu = name_of(request.param) in FP16 and torch.cuda.is_available()
     overrides += ["trainer.devices=1", "trainer.accelerator=" + ("gpu" if on_gpu else "cpu")]
     problems = command_problems(overrides, "lightning_sft")
-    register_schema()
-    with initialize_config_module("requestzero.configs", version_base="1.3"):
-        cfg = compose("lightning_sft", overrides=overrides)
+    cfg = compose_recipe(*overrides)
     return name_of(request.param), problems, cfg
 
 
@@ -101,9 +99,7 @@ def test_a_file_composes_and_builds(composed: Any, tmp_path: Path) -> None:
 
 
 def test_the_demo_is_what_it_says() -> None:
-    register_schema()
-    with initialize_config_module("requestzero.configs", version_base="1.3"):
-        cfg = compose("lightning_sft")
+    cfg = compose_recipe()
     assert (cfg.zero.stage, cfg.zero.offload_optimizer, cfg.zero.grad_accum_dtype) == (2, True, "fp32")
     assert cfg.zero.normalization == "token"
     assert cfg.precision.mode == "bf16-true"

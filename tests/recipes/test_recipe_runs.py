@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-TINY = ["model=byte_decoder_tiny", "data.sequence_length=32", "data.micro_batch_size=2"]
+from support.recipe_configs import TINY
+
 ONE_RANK = ["trainer.devices=1", "trainer.accelerator=cpu"]
 
 

@@ -6,33 +6,15 @@ small binary fractions; the ranks get different data. ``plugin=False`` runs the 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import patch_environment
 
 from requestzero import RequestZeROPlugin
-from support.ranks import RankGroup
-
-WIDTH = 8
-NO_ADAM = {"zero_force_ds_cpu_optimizer": False}
-"""With CPU offload Accelerate takes DeepSpeed's Adam otherwise, which is compiled first."""
-
-
-class Weight(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return (self.weight * batch).sum(1).mean()
+from support.accelerate_state import fresh
+from support.models import WIDTH, RowWeight
 
 
 @dataclass
@@ -57,24 +39,6 @@ class Loop:
     """Backwards in one ``accumulate`` block."""
 
 
-@contextmanager
-def fresh(**environment: str) -> Iterator[None]:
-    """Accelerate as in a process of its own, with these environment variables."""
-    reset()
-    alone = {"master_addr": "127.0.0.1", "local_world_size": os.environ.get("WORLD_SIZE", "1")}
-    with patch_environment(**{**alone, **environment}):
-        try:
-            yield
-        finally:
-            reset()
-
-
-def reset() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-
-
 def make_accelerator(loop: Loop) -> Accelerator:
     arguments: dict[str, Any] = {"gradient_accumulation_steps": loop.n, **loop.accelerator}
     if loop.plugin is None:
@@ -97,7 +61,7 @@ def make_optimizer(loop: Loop, model: torch.nn.Module) -> torch.optim.Optimizer:
 def prepare(loop: Loop) -> tuple[Any, ...]:
     """``accelerator, model, optimizer, loader, scheduler``."""
     accelerator = make_accelerator(loop)
-    model = Weight()
+    model = RowWeight()
     optimizer = make_optimizer(loop, model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // accelerator.num_processes))
     loader = torch.utils.data.DataLoader(data(loop.batches, accelerator.num_processes), batch_size=1)
@@ -147,19 +111,3 @@ def train(loop: Loop, environment: dict[str, str] | None = None) -> dict[str, An
             record["metrics"] = accelerator.deepspeed_plugin.metrics(accelerator)
         accelerator.free_memory()
         return record
-
-
-def failure(function: Any, *args: Any, **kwargs: Any) -> str:
-    """What the call raises on this rank, as text: cheaper than a rank group that has to be started again."""
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-def assert_fails(ranks: RankGroup, message: str, function: Any, *args: Any, **kwargs: Any) -> None:
-    """Every rank raises what matches ``message``, which begins with the kind of error."""
-    for text in ranks.run(failure, function, *args, **kwargs):
-        with pytest.raises(AssertionError, match=message):
-            raise AssertionError(text)

@@ -6,16 +6,32 @@ from typing import Any
 
 import torch
 
+WIDTH = 8
+
 
 class OneWeight(torch.nn.Module):
     """One weight, zero at first, whose gradient is the input."""
 
-    def __init__(self, size: int = 8) -> None:
+    def __init__(self, size: int = WIDTH) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.weight * x).sum()
+
+
+class RowWeight(OneWeight):
+    """The same over the rows of a batch, with their mean as the loss."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.weight * batch).sum(1).mean()
+
+
+class LossOfRowWeight(RowWeight):
+    """The same as Transformers' Trainer calls it: a mapping with the loss."""
+
+    def forward(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": super().forward(batch.to(self.weight.dtype))}
 
 
 def feed(engine: Any, value: float, request_end: bool = True) -> None:

@@ -18,11 +18,18 @@ import torch
 from accelerate import Accelerator
 
 from requestzero import OverflowSettings, RequestZeROPlugin
-from support import accelerate_loops as loops
-from support import lightning_runs
+from support.accelerate_state import fresh
 from support.engines import build
 from support.fp16 import fp16_on_cpu
+from support.lightning_data import Stream
+from support.lightning_model import Model
+from support.lightning_records import ListLogger
+from support.lightning_runs import build_trainer
+from support.lightning_spec import Run
+from support.models import WIDTH, LossOfRowWeight, RowWeight
+from support.recipe_configs import compose_recipe
 from support.setup import Setup
+from support.trainer import quiet
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-true", "fp16": "16-true"}
 FP16_OPTIONS = {
@@ -61,30 +68,23 @@ def initialize(options: dict[str, Any], precision: str) -> Any:
 
 
 def lightning(precision: str, **arguments: Any) -> Any:
-    run = lightning_runs.Run(batches=1, schedule=False)
-    trainer = lightning_runs.build_trainer(
-        lightning_runs.Run(options=arguments, trainer={"precision": PRECISIONS[precision]}),
-        lightning_runs.ListLogger(),
+    run = Run(batches=1, schedule=False)
+    trainer = build_trainer(
+        Run(options=arguments, trainer={"precision": PRECISIONS[precision]}),
+        ListLogger(),
         [],
     )
-    trainer.fit(lightning_runs.Model(run), lightning_runs.Stream(run))
+    trainer.fit(Model(run), Stream(run))
     return trainer.strategy.engine
 
 
 def hydra(options: dict[str, Any], precision: str) -> Any:
     """What the Lightning recipe builds of its command, without its data and model."""
-    from hydra import compose, initialize_config_module
-
     from requestzero.recipes.config_check import config_problems, zero_settings
-    from requestzero.recipes.config_schema import register_schema
 
-    register_schema()
-    with initialize_config_module("requestzero.configs", version_base="1.3"):
-        # The test's model gives no weights.
-        own = [f"precision={precision}", "zero=stage2", "zero.normalization=mean"]
-        cfg = compose(
-            "lightning_sft", overrides=[*own, *(f"overflow.{name}={value}" for name, value in options.items())]
-        )
+    # The test's model gives no weights.
+    own = [f"precision={precision}", "zero=stage2", "zero.normalization=mean"]
+    cfg = compose_recipe(*own, *(f"overflow.{name}={value}" for name, value in options.items()))
     problems = [problem for problem in config_problems(cfg) if problem.startswith("overflow.")]
     if problems:
         raise ValueError("\n".join(problems))
@@ -92,11 +92,11 @@ def hydra(options: dict[str, Any], precision: str) -> Any:
 
 
 def accelerate(precision: str, environment: dict[str, str] | None = None, **arguments: Any) -> Any:
-    with loops.fresh(**environment or {}):
+    with fresh(**environment or {}):
         accelerator = Accelerator(
             deepspeed_plugin=RequestZeROPlugin(**arguments), mixed_precision=None if environment else MIXED[precision]
         )
-        model = loops.Weight()
+        model = RowWeight()
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
         return accelerator.deepspeed_engine_wrapped.engine
 
@@ -113,32 +113,18 @@ def transformers_trainer(options: dict[str, Any], precision: str) -> Any:
 
     from requestzero.transformers import RequestZeROTrainingArguments
 
-    class Rows(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 2
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            return {"batch": torch.ones(loops.WIDTH)}
-
-    class Model(loops.Weight):
-        def forward(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": super().forward(batch.to(self.weight.dtype))}
-
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, **enabled(options, precision)}
-    with loops.fresh():
+    with fresh():
         args = RequestZeROTrainingArguments(
-            output_dir=tempfile.mkdtemp(),
             deepspeed=config,
             max_steps=1,
             per_device_train_batch_size=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
             remove_unused_columns=False,
             bf16=precision == "bf16",
             fp16=precision == "fp16",
+            **quiet(),
         )
-        trainer = Trainer(Model(), args, train_dataset=Rows())
+        trainer = Trainer(LossOfRowWeight(), args, train_dataset=[{"batch": torch.ones(WIDTH)}] * 2)
         trainer.train()
         return trainer.deepspeed
 

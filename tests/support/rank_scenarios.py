@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from support.engines import build
+from support.polling import polling_every
 from support.setup import Setup
 from support.windows import ALL, Micro, backward
 
@@ -33,21 +33,19 @@ def rank() -> int:
     return int(dist.get_rank())
 
 
-def outcome(scenario: Callable[..., None], *args: Any, setup: Setup | None = None, look_every: float = 0.2) -> Outcome:
-    """Of ``scenario(engine, *args)``; ranks look at each other every ``look_every`` seconds (else every second)."""
-    from requestzero.rank_check import watch
-
-    watch._POLL_INTERVAL = timedelta(seconds=look_every)
-    engine = build(Setup() if setup is None else setup)
-    start = time.monotonic()
-    try:
-        scenario(engine, *args)
-    except Exception as error:
-        seconds = time.monotonic() - start
-        return Outcome(type(error).__name__, str(error), use_again(engine), seconds)
-    finally:
-        engine.destroy()
-    return Outcome("", "", "", time.monotonic() - start)
+def outcome(scenario: Callable[..., None], *args: Any, setup: Setup | None = None, poll_every: float = 0.2) -> Outcome:
+    """Of ``scenario(engine, *args)``; ranks look at each other every ``poll_every`` seconds (else every second)."""
+    with polling_every(poll_every):
+        engine = build(Setup() if setup is None else setup)
+        start = time.monotonic()
+        try:
+            scenario(engine, *args)
+        except Exception as error:
+            seconds = time.monotonic() - start
+            return Outcome(type(error).__name__, str(error), use_again(engine), seconds)
+        finally:
+            engine.destroy()
+        return Outcome("", "", "", time.monotonic() - start)
 
 
 def use_again(engine: Any) -> str:

@@ -40,3 +40,10 @@ def finish(process: subprocess.Popen[str], timeout: float = 150.0) -> str:
         pytest.fail(f"not done after {timeout:.0f} s:\n{output}")
     assert process.returncode == 0, output
     return output
+
+
+def run_code(code: str, *options: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """``python -c code`` in a fresh interpreter, which has to end well."""
+    run = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=timeout)
+    assert run.returncode == 0, run.stderr
+    return run

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+KEEP_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False}
+"""With CPU offload DeepSpeed asks for its own Adam otherwise, which is compiled first."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -47,7 +50,7 @@ class Setup:
             "gradient_clipping": 0.0,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
+            **KEEP_OPTIMIZER,
             "data_types": {"grad_accum_dtype": self.accum},
             "managed_gradient_accumulation": self.managed,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,14 +67,13 @@ def invariant(setup: Setup, windows: list[list[Sequence]], cuts: int) -> list[to
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_the_update_does_not_depend_on_the_cut(ranks: int, request: pytest.FixtureRequest) -> None:
+def test_the_update_does_not_depend_on_the_cut(ranks: int, group_of: Callable[[int], RankGroup]) -> None:
     """Bit for bit: stages, offload, dtypes, requests, micro-batches, ranks, order, fillers, empty requests."""
-    group: RankGroup = request.getfixturevalue(f"{('one', 'two', 'three', 'four')[ranks - 1]}_rank{'s' * (ranks > 1)}")
     wanted = reference(WINDOWS, LR, MOMENTUM)
     for number, (model, accum, config) in enumerate([*DTYPES, FP16]):
         for place, (stage, offload) in enumerate(PLACES):
             setup = Setup(stage=stage, offload=offload, model=model, accum=accum, config=config)
-            for rank, found in enumerate(group.run(invariant, setup, WINDOWS, 4 * number + place)):
+            for rank, found in enumerate(group_of(ranks).run(invariant, setup, WINDOWS, 4 * number + place)):
                 for index, (a, b) in enumerate(zip(found, wanted, strict=True)):
                     assert torch.equal(a, b), f"{setup} rank {rank} window {index}"
 
