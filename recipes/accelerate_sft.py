@@ -106,7 +106,7 @@ def train(cfg: Any, output_dir: Path) -> Any:
             total, tokens = next_token_loss(model, inputs)
             accelerator.backward(micro_batch_loss(total, tokens, cfg.zero.normalization))
             losses.add(total, tokens)
-            held = max(held, 0 if window.request_open else engine.grad_partition_bytes())
+            held = max(held, 0 if window.request_open else engine.grad_partition_bytes)
             if accelerator.sync_gradients and cfg.trainer.gradient_clip_val is not None:
                 accelerator.clip_grad_norm_(model.parameters(), cfg.trainer.gradient_clip_val)
             rate = optimizer.param_groups[0]["lr"]

@@ -63,7 +63,7 @@ class UpdateMetrics(Callback):
         if not strategy.window_open:
             self._on_update(strategy, pl_module)
         elif not strategy.engine.update_window.request_open:
-            held = strategy.engine.grad_partition_bytes()
+            held = strategy.engine.grad_partition_bytes
             self.figures.bytes_between_requests = max(self.figures.bytes_between_requests, held)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

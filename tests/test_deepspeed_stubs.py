@@ -79,9 +79,9 @@ from typing_extensions import override
 
 class Optimizer(DeepSpeedZeroOptimizer):
     @override
-    def average_tensor(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
-        if tensor.numel() > self.reduce_bucket_size:
-            super().average_tensor(tensor, communication_data_type)
+    def process_gradients(self, param: torch.Tensor, i: int) -> None:
+        if param.numel() > self.reduce_bucket_size:
+            super().process_gradients(param, i)
 
 
 def rank(engine: DeepSpeedEngine) -> float:
@@ -90,7 +90,7 @@ def rank(engine: DeepSpeedEngine) -> float:
 
 # One change each, and the error that it brings.
 CHANGES = [
-    ("def average_tensor", "def average_tensors", "no base method was found"),
+    ("def process_gradients", "def process_gradient", "no base method was found"),
     ("self.reduce_bucket_size", "self.reduce_bucket_sizes", '"Optimizer" has no attribute "reduce_bucket_sizes"'),
     ("engine.inside_no_sync_ctxt", "engine.inside_no_sync", '"DeepSpeedEngine" has no attribute "inside_no_sync"'),
     ("dist.get_rank", "dist.get_ranks", 'Module has no attribute "get_ranks"'),
@@ -143,7 +143,7 @@ def test_what_deepspeed_does_not_have_fails_the_type_check(project: Project) -> 
 def test_an_override_fails_where_its_counterpart_is_gone(project: Project) -> None:
     stub = project.folder / "typings" / "deepspeed" / "runtime" / "zero" / "stage_1_and_2.pyi"
     whole = stub.read_text()
-    stub.write_text(whole.replace("def average_tensor(", "def renamed_upstream("))
+    stub.write_text(whole.replace("def process_gradients(", "def renamed_upstream("))
     assert "no base method was found" in project.check(PROBE)[0]
     stub.write_text(whole)
     assert project.check(PROBE) == [""]

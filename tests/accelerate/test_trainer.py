@@ -115,7 +115,7 @@ def train(
             "weights": torch.cat([p.detach().flatten().float().cpu() for p in trainer.model.parameters()]),
             "optimizer": type(engine.optimizer).__name__ if engine is not None else None,
             "applied": engine.applied_updates if engine is not None else None,
-            "retain": engine.optimizer.retain_gpu_grad_partition_until_step if engine is not None else None,
+            "retain": engine.options.retain_gpu_grad_partition_until_step if engine is not None else None,
         }
 
 

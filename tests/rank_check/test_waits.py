@@ -13,7 +13,8 @@ from requestzero.errors import RankDisagreementError
 from requestzero.rank_check import rank_agreement
 from requestzero.rank_check.rank_report import RankReport
 from requestzero.rank_check.watch import Watch
-from requestzero.zero.bucket_sum import BucketSum
+from requestzero.zero.stage12.bucket import Bucket
+from requestzero.zero.stage12.gradient_reduction import GradientReduction
 
 
 class Work:
@@ -73,5 +74,6 @@ def test_a_device_s_collective_is_waited_for_without_a_time(monkeypatch: pytest.
 
 
 def test_an_empty_bucket_is_not_reduced() -> None:
-    """With its optimizer's collectives out of reach."""
-    BucketSum.average_tensor(SimpleNamespace(), torch.empty(0), torch.float32)  # type: ignore[arg-type]
+    """With the collectives out of reach."""
+    reduction: Any = SimpleNamespace()
+    GradientReduction._reduce_bucket(reduction, Bucket(torch.float32, torch.float32, 8, buffers=0, total=8))

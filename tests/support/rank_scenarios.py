@@ -297,7 +297,7 @@ def without_agreement() -> bool:
     step(engine)
     with engine.data_pass():
         request(engine, 1, announced=False)
-    active = engine.agreement.active or engine.optimizer.comm is not __import__("deepspeed").comm
+    active = engine.agreement.active or engine.optimizer.ranks.comm is not __import__("deepspeed").comm
     engine.destroy()
     return not active
 

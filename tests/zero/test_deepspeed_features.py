@@ -316,7 +316,7 @@ def bf16_masters(stage: int, accum: str, requests: int) -> tuple[torch.Tensor, l
         exact += x.double()
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(engine(x.to(engine.device)).sum())
-        held.append(engine.grad_partition_bytes())
+        held.append(engine.grad_partition_bytes)
     grad = safe_get_full_grad(weight).cpu().flatten()
     engine.step()
     assert engine.was_step_applied()

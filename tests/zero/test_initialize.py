@@ -45,12 +45,12 @@ def built_from(source: str, folder: str) -> tuple[bool, int, dict[str, Any]]:
         path.write_text(json.dumps(config))
         given = {"args": argparse.Namespace(deepspeed_config=str(path), local_rank=0)}
     model = Layers()
-    engine, optimizer, loader, scheduler = requestzero.initialize(
+    engine, _, loader, scheduler = requestzero.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **given
     )
     assert (loader, scheduler) == (None, None)
     result = (
-        optimizer.retain_gpu_grad_partition_until_step,
+        engine.options.retain_gpu_grad_partition_until_step,
         engine.zero_optimization_stage(),
         config["zero_optimization"],
     )

@@ -12,7 +12,7 @@ import torch
 
 import requestzero
 from requestzero.probe.counters import Operators
-from requestzero.zero.skips import name_requests
+from requestzero.zero.overflow.history import name_requests
 from support.engines import build, masters, masters_and_state
 from support.fp16 import fp16_on_cpu, fp16_where_needed
 from support.grid import FP16_SUMS, PLACES, SUMS, every_place
@@ -86,14 +86,14 @@ def update_that_is_not_applied(setup: Setup, bad: tuple[Any, ...]) -> tuple[str,
         assert not engine.was_step_applied()
         assert all(map(torch.equal, before, masters_and_state(engine)))
         assert not engine.update_window.is_open
-        assert engine.grad_partition_bytes() == 0
+        assert engine.grad_partition_bytes == 0
         assert (engine.attempted_updates, engine.applied_updates, engine.skipped_updates) == (2, 1, 1)
         assert (engine.consecutive_skips, engine.dropped_requests) == (1, 0)
         skip = engine.last_skip
         assert (skip.update, skip.cause) == (2, "NaN" if math.isnan(bad[1]) else "inf")
         assert skip.request_ids == ("r0", "r1", "r2")
         scale = 16.0 if setup.model == "fp16" else 1.0
-        assert (skip.loss_scale_before, skip.loss_scale_after, engine.current_loss_scale()) == (scale,) * 3
+        assert (skip.loss_scale_before, skip.loss_scale_after, engine.current_loss_scale) == (scale,) * 3
         assert engine.loss_scale_history == ((0, scale),)
         micros = good_window(engine, 5)
         applied = applied_by(engine)
@@ -182,7 +182,7 @@ def test_a_sum_that_overflows_is_told_as_such(two_ranks: RankGroup, stage: int) 
 
 def test_the_origin_in_words() -> None:
     """The earliest request on any rank, and every rank where it was not finite; long lists are cut."""
-    from requestzero.zero.overflow_origin import LocalOrigin, describe_origin
+    from requestzero.zero.overflow.origin import LocalOrigin, describe_origin
 
     names = tuple(f"layers.{i}.weight" for i in range(10))
     fine = LocalOrigin(("a", None), None, (), None, ())
@@ -288,7 +288,7 @@ def counters(engine: Any) -> tuple[Any, ...]:
         engine.dropped_requests,
         engine.last_skip,
         engine.loss_scale_history,
-        engine.current_loss_scale(),
+        engine.current_loss_scale,
     )
 
 
@@ -307,7 +307,7 @@ def saved_and_resumed(folder: str) -> None:
         wanted, weights = counters(engine), masters(engine)
         resumed = build(setup, model=OneWeight())
         assert resumed.load_checkpoint(folder)[1]["mine"] == 1
-        assert (resumed.consecutive_skips, resumed.current_loss_scale()) == (2, 8.0)
+        assert (resumed.consecutive_skips, resumed.current_loss_scale) == (2, 8.0)
         for value in values[3:]:
             run_values(resumed, [value])
         assert counters(resumed) == wanted

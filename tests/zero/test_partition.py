@@ -28,10 +28,11 @@ def mean_of_two_ranks(setup: Setup, move_states: bool) -> tuple[torch.Tensor, li
     if move_states:
         engine.offload_states(pin_memory=False)
         engine.reload_states()
-    stored = [optimizer.resident_partition(0), getattr(optimizer, "grads_in_partition", None)]
-    stored.append(optimizer.all_grad_tensors.get(0))
-    dtypes = [t.dtype for t in stored if isinstance(t, torch.Tensor)]
-    assert not isinstance(stored[2], list), "a second copy of the partition, in the model's dtype"
+    (accumulator,) = optimizer.sums.accumulators
+    stored = accumulator.tensors() if accumulator.device_bytes else []
+    stored += [t for t in (getattr(optimizer, "grads_in_partition", None),) if t is not None]
+    dtypes = [t.dtype for t in stored]
+    assert optimizer.all_grad_tensors.get(0) is None, "a second copy of the partition, in the model's dtype"
     result = full_grad(engine)
     engine.destroy()
     return result, dtypes
@@ -110,9 +111,9 @@ def bytes_over_a_window(setup: Setup) -> tuple[list[int], int, list[torch.Tensor
     held = []
     for i, end in enumerate((False, True, False, True)):
         backward(engine, Micro(ALL, i, end))
-        held.append(engine.grad_partition_bytes())
+        held.append(engine.grad_partition_bytes)
     engine.step()
-    held.append(engine.grad_partition_bytes())
+    held.append(engine.grad_partition_bytes)
     for seed in range(3):
         backward(engine, Micro(ALL, seed))
     engine.step()

@@ -54,7 +54,7 @@ class HostTraffic(TorchDispatchMode):
 
 def free_memory(values: Iterable[int]) -> Any:
     """Let the device's free memory be the next of ``values`` whenever a rank asks."""
-    from requestzero.zero import free_memory
+    from requestzero.zero.stage12.accumulators import retention as free_memory
 
     answers = iter(values)
     return patch.object(free_memory, "free_device_memory", lambda: next(answers))
@@ -118,7 +118,7 @@ def automatic(free: list[int]) -> tuple[list[int], dict[str, int], list[str]]:
         engine = build(replace(RELEASED, retain="auto"))
         for seed in range(len(free)):
             backward(engine, Micro(ALL, seed))
-            held.append(engine.grad_partition_bytes())
+            held.append(engine.grad_partition_bytes)
         engine.step()
         counts = asdict(engine.partition_traffic)
         engine.destroy()
@@ -158,7 +158,7 @@ class Memory:
 
 
 def test_what_counts_as_free() -> None:
-    from requestzero.zero import free_memory
+    from requestzero.zero.stage12.accumulators import retention as free_memory
 
     def on_device(free: int) -> Any:
         return patch.object(free_memory, "get_accelerator", lambda: Memory(free))
@@ -244,7 +244,7 @@ def forwards_without_backward() -> tuple[float, int, int]:
     feed(engine, 1.0)
     with torch.no_grad():
         engine(x)
-    without_gradients = engine.grad_partition_bytes()
+    without_gradients = engine.grad_partition_bytes
     engine(x)
     feed(engine, 2.0)
     engine(x)
@@ -262,11 +262,12 @@ def dropped_request() -> tuple[list[float], frozenset[int], int]:
     """Requests of 1, infinity and 2 with ``drop_request``: the update, and the groups that were saved on the device."""
     engine = build(replace(RELEASED, config={"overflow": {"on_overflow": "drop_request"}}), model=OneWeight())
     feed(engine, 1.0)
-    end = engine.optimizer._good_end
+    end = engine.optimizer.rollback._good_end
     feed(engine, float("inf"))
     feed(engine, 2.0)
     engine.step()
-    result = (masters(engine)[0] * -16).tolist(), end.resident, engine.dropped_requests
+    on_device = frozenset(group for group, (resident, *_) in enumerate(end.states) if resident)
+    result = (masters(engine)[0] * -16).tolist(), on_device, engine.dropped_requests
     engine.destroy()
     return result
 
@@ -287,7 +288,7 @@ def peak_of_a_window(early: bool) -> int:
     engine = build(replace(RELEASED, zero={"reduce_bucket_size": SIZE}), model=WideForward(SIZE))
     x = torch.ones_like(engine.module.weight)
     allocations = Allocations()
-    with patch.object(type(engine.optimizer), "restore_ahead", lambda self: None) if not early else nullcontext():
+    with patch.object(type(engine.optimizer.sums), "prefetch", lambda self: None) if not early else nullcontext():
         for _ in range(3):  # of one micro-batch: later ones of a request find the partition there
             engine.set_gradient_accumulation_boundary(True)
             with allocations:
@@ -325,7 +326,7 @@ def pinned(section: dict[str, Any]) -> bool:
     zero = {"offload_optimizer": {"device": "cpu", **section}}
     with patch.object(type(get_accelerator()), "pin_memory", pin_memory):
         engine = build(Setup(model="bf16", accum="fp32", zero=zero), model=OneWeight())
-    result = engine.optimizer.host_gradient(0).data_ptr() in made
+    result = engine.optimizer.single_partition_of_fp32_groups[0].grad.data_ptr() in made
     engine.destroy()
     return result
 

@@ -119,7 +119,7 @@ def recorded_engine(setup: Setup, requestzero: bool = True) -> Iterator[tuple[An
     """An engine and the log of what it does, without the reduction's own events."""
     engine = build(setup, requestzero)
     recorder = Recorder([p.grad for p in engine.optimizer.single_partition_of_fp32_groups])
-    # The buckets have producer and reuse events of their own.
+    # The buckets of DeepSpeed's own optimizer have producer events.
     no_bucket_events = patch.object(type(engine.optimizer), "_record_bucket_producer", lambda self, bucket: None)
     try:
         with no_bucket_events, recorder.accelerator():

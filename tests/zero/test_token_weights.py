@@ -295,7 +295,7 @@ def empty_window(setup: Setup) -> tuple[int, list[str]]:
     assert len(after) == 2
     assert all(map(torch.equal, tensors, after))
     assert counters == counters_after
-    assert engine.grad_partition_bytes() == 0
+    assert engine.grad_partition_bytes == 0
     messages = [str(w.message) for w in caught if "total weight" in str(w.message)]
     result = engine.empty_updates, messages
     engine.destroy()
@@ -312,7 +312,7 @@ def test_a_window_of_zero_weight_is_skipped_and_counted(two_ranks: RankGroup, st
 
 
 def test_the_count_is_kept_in_a_checkpoint() -> None:
-    from requestzero.zero.skips import SkipRecord
+    from requestzero.zero.overflow.history import SkipRecord
 
     assert SkipRecord.from_state(SkipRecord(empty=2).state_dict()).empty == 2
 
@@ -423,7 +423,7 @@ def wrong_weights(weights: list[list[Any]], setup: Setup) -> str:
         engine.step(normalization="token")
     assert engine.update_window.is_open
     engine.zero_grad()
-    assert engine.update_window.reported_weights == 0
+    assert engine.update_window.weights.reported == 0
     run_window(engine, cut(draw(1, 24), 2, 1), engine.global_rank, True)
     engine.step(normalization="token")
     assert torch.equal(flat(engine), reference([draw(1, 24)], LR, MOMENTUM)[0])

@@ -264,7 +264,7 @@ def zero_grad_discards(setup: Setup, through_optimizer: bool) -> None:
         backward(engine, Micro(ALL, 2, end))
         discard()
         assert not engine.update_window.is_open
-        assert engine.grad_partition_bytes() == 0
+        assert engine.grad_partition_bytes == 0
         kept = [Micro(ALL, 3, False), Micro((True, False, True, True, True), 4, True)]
         for micro in kept:
             backward(engine, micro)

@@ -55,29 +55,6 @@ class Clipping:
             self._asked = None
 
 
-def pending_norm(engine: RequestZeROEngine, divisor: float | None) -> torch.Tensor:
-    """Norm of the open window's gradient divided by ``divisor``: what the step will report. 0 without a window.
-
-    ``None`` divides by the window's total weight; the norm is 0 where that is. A scalar on the engine's device. Ends
-    the open request. Collective. (Groups that Muon updates count with their gradients here, and with their updates in
-    the step.)
-    """
-    if not engine.update_window.is_open:
-        return torch.zeros((), device=engine.device)
-    engine.agree_to_step()
-    engine.end_request()
-    optimizer = engine.optimizer
-    if divisor is None:
-        if not optimizer.weigh_window():
-            optimizer.forget_norms()
-            return torch.zeros((), device=engine.device)
-        divisor = optimizer.window.divisor
-    elif optimizer.cpu_offload:
-        optimizer.judge_unjudged()
-    norm = optimizer.scaled_global_norm() / (float(optimizer.loss_scale) * divisor)
-    return torch.as_tensor(norm, device=engine.device)
-
-
 def check_parameters(engine: RequestZeROEngine, parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
     """Raise ValueError unless these are all trainable parameters of the engine's model: the step clips all of them."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -11,10 +11,10 @@ import torch
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from typing_extensions import override
 
-from requestzero.accelerate.clipping import Clipping, pending_norm
+from requestzero.accelerate.clipping import Clipping
+from requestzero.zero.common.window import UpdateWindow
 from requestzero.zero.engine import RequestZeROEngine
 from requestzero.zero.metrics import logged_metrics
-from requestzero.zero.window import UpdateWindow
 
 DROP_AFTER_DIVISION = (
     "overflow.on_overflow='drop_request' is not possible where the losses are divided before the backward, as "
@@ -217,7 +217,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self.clipping.ask(max_norm)
         self._check_between_requests("accelerator.clip_grad_norm_()")
         self.engine.end_request()  # which may drop it
-        return pending_norm(self.engine, None if self._normalization == "token" else self.divisor())
+        return self.engine.pending_norm(None if self._normalization == "token" else self.divisor())
 
     def _check_between_requests(self, call: str) -> None:
         if self.engine.inside_no_sync_ctxt:

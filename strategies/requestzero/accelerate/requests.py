@@ -16,7 +16,7 @@ from requestzero.former_names import renamed_argument
 
 if TYPE_CHECKING:
     from requestzero.accelerate.engine import RequestZeROEngineWrapper
-    from requestzero.zero.window import UpdateWindow
+    from requestzero.zero.common.window import UpdateWindow
 
 
 class Requests:

@@ -1,1 +1,9 @@
-"""The request-safe ZeRO-1/2 optimizer and its engine, as subclasses of DeepSpeed's."""
+"""The request-safe ZeRO optimizer and its engine.
+
+- ``initialization``: build an engine; ``engine/``: what a caller drives.
+- ``common/``: parts that no ZeRO stage owns: the update window, the divisor, the loss scale and norm of a step,
+streams.
+- ``overflow/``: gradients that are not finite: history, policy, origin, rollback of a request.
+- ``stage12/``: ZeRO 1 and 2: the way of a gradient from its hook into the window's sum, and the thin subclass of
+  DeepSpeed's optimizer whose methods delegate to these parts.
+"""

@@ -21,6 +21,6 @@ def logged_metrics(engine: RequestZeROEngine) -> dict[str, Any]:
         "overflow/skipped_updates": float(engine.skipped_updates),
         "overflow/consecutive": float(engine.consecutive_skips),
         "overflow/dropped_requests": float(engine.dropped_requests),
-        "overflow/loss_scale": engine.current_loss_scale(),
+        "overflow/loss_scale": engine.current_loss_scale,
         **({} if norm is None else {"grad_norm": norm}),
     }

@@ -15,13 +15,3 @@ def link_hp_params(
     param_offsets: list[int] | None = None,
 ) -> None:
     """Gives every parameter the dictionaries in which ``safe_get_full_grad`` finds its gradient."""
-
-def _init_lp_to_hp_mapping(
-    lp_param_list: list[torch.Tensor],
-    partition_start: int,
-    partition_size: int,
-    dp_group: Any,
-    param_offsets: list[int] | None = None,
-    use_offload: bool = False,
-) -> None:
-    """Numbers the parameters of a partition in the order of the list that it is given."""

@@ -1,0 +1,60 @@
+"""The data-parallel ranks that share an optimizer's gradients: their group, their agreement and their collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed import comm as dist
+
+from requestzero.rank_check.agreement import Agreement
+from requestzero.rank_check.channel import Channel
+from requestzero.rank_check.communication import WatchedCommunication
+from requestzero.rank_check.mailbox import Mailbox
+from requestzero.rank_check.rank_agreement import RankAgreement
+from requestzero.rank_check.watch import Watch
+from requestzero.zero.common.window import UpdateWindow
+
+
+class Ranks:
+    """One data-parallel group.
+
+    Args:
+        group: the process group; DeepSpeed counts sequence-parallel ranks among it.
+        model_parallel_all_reduce: ``f(tensor=..., op=...)`` sums over the model-parallel group, if there is one.
+    """
+
+    def __init__(self, group: Any, model_parallel_all_reduce: Callable[..., None]) -> None:
+        self.group = group
+        self.size: int = dist.get_world_size(group=group)
+        self.agreement = Agreement()
+        """Of this engine's ranks on what they are about to do; does nothing until :meth:`agree_from_now_on`."""
+        self.comm: Any = dist
+        """``deepspeed.comm``, or the same with waits that end where the ranks wait for different things."""
+        self._model_parallel_all_reduce = model_parallel_all_reduce
+
+    def agree_from_now_on(self, window: Callable[[], UpdateWindow], name_of: Callable[[int], str]) -> None:
+        """Let the ranks agree before their collectives, if there are several. Collective.
+
+        Args:
+            window: gives the engine's open window.
+            name_of: gives the name of a parameter by its id.
+        """
+        if self.size == 1:
+            return
+        channel = Channel(self.group)
+        watch = Watch(Mailbox(channel.name, channel.rank, channel.world_size), channel.rank)
+        agreement = RankAgreement(channel, watch, window, name_of)
+        self.agreement, self.comm = agreement, WatchedCommunication(agreement)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Sum ``tensor`` in place over data-parallel ranks, then over model-parallel ones. Collective."""
+        self.comm.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
+        self._model_parallel_all_reduce(tensor=tensor, op=dist.ReduceOp.SUM)
+
+    def read(self, tensor: torch.Tensor) -> list[float]:
+        """Read a tensor from its device: one host read, in a wait that ends where the ranks disagree."""
+        self.agreement.wait_for_device(tensor.device)
+        return list(tensor.tolist())

@@ -1,0 +1,108 @@
+"""The counts of one update window: all requests between two optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from requestzero.data.micro_batch import RequestId
+
+
+@dataclass(frozen=True)
+class DroppedRequest:
+    """One request that was left out of its window's update, because it made the gradient not finite."""
+
+    request_id: RequestId
+    micro_batches: int
+    """Its backwards on this rank."""
+    cause: str
+    """``"inf"`` or ``"NaN"``."""
+
+
+@dataclass
+class WindowWeights:
+    """Weights of this rank's micro-batches, for ``normalization="token"``."""
+
+    reported: int = 0
+    """Number of weights: one for each micro-batch, where they are used."""
+    on_host: float = 0.0
+    """Sum of those that were given as numbers."""
+    on_device: torch.Tensor | None = None
+    """Sum of those that were given as tensors, a scalar on the device; NaN where one was negative."""
+
+    def add(self, weight: float | torch.Tensor) -> None:
+        """Add a micro-batch's weight: a number of at least 0, or a scalar on the device, which is not read."""
+        self.reported += 1
+        if not isinstance(weight, torch.Tensor):
+            self.on_host += weight
+            return
+        checked = torch.where(weight >= 0, weight, torch.nan)
+        self.on_device = checked if self.on_device is None else self.on_device + checked
+
+
+@dataclass
+class UpdateWindow:
+    """The requests and micro-batches of this rank since the last optimizer step.
+
+    The optimizer owns exactly one and replaces it by a new one at the end of ``step()``, on ``zero_grad()`` and when a
+    checkpoint is loaded. A *request* is one or more micro-batches; its end is a gradient accumulation boundary, not a
+    step.
+    """
+
+    micro_batches: int = 0
+    """Backwards in this window."""
+    requests: int = 0
+    """Requests that have ended in this window."""
+    request_open: bool = False
+    """True between a request's first backward and its end."""
+    request_ids: list[RequestId] = field(default_factory=list)
+    """Names of the window's requests in order, the open one included; ``None`` where the caller gave none."""
+    weights: WindowWeights = field(default_factory=WindowWeights)
+    checked: int = 0
+    """Requests whose end the overflow policy has seen."""
+    dropped: list[DroppedRequest] = field(default_factory=list)
+    """Requests that were left out, in order; the counts above are without them."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if the next step has something to apply, or to skip because every request was dropped."""
+        return self.has_sum or bool(self.dropped)
+
+    @property
+    def has_sum(self) -> bool:
+        """True if the window holds any gradient."""
+        return self.micro_batches > 0
+
+    def begin_request(self, request_id: RequestId) -> None:
+        """Note the name of the request that the next backward belongs to."""
+        del self.request_ids[self.requests :]  # one that was announced and never came
+        self.request_ids.append(request_id)
+
+    def count_micro_batch(self) -> None:
+        """Count one backward; it begins a request without a name where none was announced."""
+        if not self.request_open and len(self.request_ids) == self.requests:
+            self.request_ids.append(None)
+        self.micro_batches += 1
+        self.request_open = True
+
+    def end_request(self) -> None:
+        """Count the open request, if there is one, as ended."""
+        self.requests += self.request_open
+        self.request_open = False
+
+    def successor(self) -> UpdateWindow:
+        """Return a new window. It keeps the name of a request that was announced and has not begun."""
+        ahead = [] if self.request_open else self.request_ids[self.requests :]
+        return UpdateWindow(request_ids=ahead)
+
+    def save(self) -> dict[str, Any]:
+        """Return copies of all fields, for :meth:`load`; the tensor of weights is never changed in place."""
+        return {name: copy.copy(value) for name, value in vars(self).items()}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Become what :meth:`save` returned, except for the requests that were dropped since."""
+        restored = {name: copy.copy(value) for name, value in saved.items()}
+        vars(self).update(restored, dropped=self.dropped)

@@ -1,0 +1,100 @@
+"""Announcements to the other data-parallel ranks: requests, the end of data, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from requestzero.zero.engine.counters import CountingEngine
+
+
+class AnnouncingEngine(CountingEngine):
+    """Requests that are announced, data that ends, and errors that concern all ranks."""
+
+    def begin_request(
+        self, request_id: str | int | None = None, *, micro_batches: int | None = None, window_end: bool | None = None
+    ) -> None:
+        """Say what comes next, before a request's first backward: its name, and what is known of it.
+
+        Optional: a backward without it begins a request without a name. All ranks announce the same, which they agree
+        on while the forward runs; what is not announced has to be agreed on when it happens. To be called on all ranks,
+        or on none.
+
+        Args:
+            request_id: name of the request in messages and logs.
+            micro_batches: how many backwards this rank will run for it.
+            window_end: whether a step follows the request.
+
+        Raises:
+            ValueError: ``micro_batches`` is not a whole number above 0.
+            RuntimeError: the request before it is still open.
+            RankDisagreementError: here, or where the answer is waited for: the ranks do not do the same.
+        """
+        self.agreement.check()
+        if micro_batches is not None and (type(micro_batches) is not int or micro_batches < 1):
+            raise ValueError(
+                f"begin_request(micro_batches={micro_batches!r}) is not allowed: use a whole number above 0, the same "
+                "on all ranks, or leave it out."
+            )
+        if self.update_window.request_open:
+            error = RuntimeError(
+                f"begin_request({request_id!r}) while the request before it is open: end it first, with "
+                "set_gradient_accumulation_boundary(True) before its last backward, or with end_request()."
+            )
+            self.fail(error)
+            raise error
+        self.update_window.begin_request(request_id)
+        self.agreement.begin_request(request_id, micro_batches, window_end)
+
+    def end_data(self) -> None:
+        """There is no more data, or no more of an epoch. To be called on all ranks (collective).
+
+        Raises:
+            RankDisagreementError: another rank has more.
+        """
+        self.agreement.end_of_data()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot go on, from wherever it is: between backwards, in a forward.
+
+        Returns where all ranks fail with an error of the same type at the same place; then raise your own. A rank that
+        is at work is waited for, up to 10 seconds.
+
+        Raises:
+            RankDisagreementError: on all ranks, with the text of ``error``.
+        """
+        self.agreement.fail(error)
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """An exception that leaves the block ends the training of all ranks: see :meth:`fail`.
+
+        Not what ends a process or a generator (``KeyboardInterrupt``, ``SystemExit``, ``GeneratorExit``).
+        """
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    @contextmanager
+    def data_pass(self) -> Iterator[None]:
+        """A pass over this rank's data, such as an epoch: its end, and what is raised in it, concern all ranks.
+
+        At the block's end comes :meth:`end_data`, on an exception :meth:`fail`, both of which see a rank that is left
+        alone. Leaving the block otherwise (``break``, ``return``) is not noticed as an end.
+
+        Raises:
+            RankDisagreementError: another rank has more data, or has failed.
+        """
+        with self.failing_together():
+            yield
+        self.end_data()
+
+    def agree_to_step(self) -> None:
+        """The window's collectives of a step come next, on all ranks (collective, unless it was announced).
+
+        Raises:
+            RankDisagreementError: another rank does something else.
+        """
+        self.agreement.before_step(bool(self.optimizer.compute_grad_norm))

@@ -1,0 +1,395 @@
+"""The engine that a caller drives: requests, windows, and steps with a divisor."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION
+from deepspeed.runtime.zero.utils import get_norm_dtype
+from typing_extensions import override
+
+from requestzero.config.normalization import check_normalization
+from requestzero.config.validation import check_weight
+from requestzero.zero.common import life_cycle
+from requestzero.zero.engine.announcements import AnnouncingEngine
+from requestzero.zero.engine.step_divisor import check_divisor
+from requestzero.zero.overflow import policy
+from requestzero.zero.overflow.history import SkipRecord
+from requestzero.zero.patch import replaced
+from requestzero.zero.stage12.optimizer import RequestZeROOptimizer
+from requestzero.zero.stage12.parts import WindowOptions
+
+_SKIPS_IN_CHECKPOINT = "requestzero_skips"
+
+
+class RequestZeROEngine(AnnouncingEngine):
+    """``DeepSpeedEngine`` for update windows of several requests; built by :func:`requestzero.initialize`.
+
+    Written for DeepSpeed 0.19.8. All ranks run the same number of backwards over the same parameters; where they do
+    not, and unless ``rank_agreement`` is off, all of them raise
+    :class:`~requestzero.errors.RankDisagreementError`, after which the engine refuses to go on.
+    """
+
+    # --- windows ----------------------------------------------------------------------------------------------------
+
+    def end_request(self) -> None:
+        """End the open request after its last backward has already run.
+
+        For callers who learn only afterwards that it was the last; those who know call
+        ``set_gradient_accumulation_boundary(True)`` before it. Does not step. Changes nothing when no backward has run
+        since the last request end. To be called on all ranks; collective at stage 1, which reduces here.
+
+        Raises:
+            RuntimeError: inside ``no_sync()`` or ``coalesce_grad_reduction()``.
+        """
+        self.agreement.check()
+        if self.inside_no_sync_ctxt:
+            raise RuntimeError("end_request() inside no_sync() or coalesce_grad_reduction(): call it after the block.")
+        self.agreement.end_request()
+        if not self.update_window.request_open:
+            return
+        if self.zero_optimization_partition_gradients():
+            self.optimizer.finalize_gradient_accumulation_boundary()
+        else:
+            saved, self._is_gradient_accumulation_boundary = self._is_gradient_accumulation_boundary, True
+            try:
+                self.allreduce_gradients()
+            finally:
+                self._is_gradient_accumulation_boundary = saved
+        self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
+        self._check_request()
+
+    def skip_micro_batch(self, reason: str, request_end: bool = True) -> None:
+        """Leave the next micro-batch out. To be called on all ranks (collective).
+
+        Args:
+            reason: for the other ranks, in their message.
+            request_end: the request ends with this micro-batch.
+
+        Raises:
+            RankDisagreementError: another rank does run it.
+        """
+        self.agreement.skip_micro_batch(reason, request_end)
+        if request_end:
+            self.end_request()
+
+    def _check_request(self) -> None:
+        """Do what the overflow policy wants once after every request end; by default nothing."""
+        window = self.update_window
+        if window.checked == window.requests:
+            return
+        window.checked = window.requests
+        if self.optimizer.origin is not None:
+            self.optimizer.origin.end_request()
+        elif self.optimizer.rollback is not None:
+            self.agreement.before_finite_check()
+            dropped = self.optimizer.check_request()
+            if dropped is not None:
+                self._skips.dropped_requests += 1
+                policy.tell_dropped(dropped, self.attempted_updates + 1)
+
+    @override
+    def zero_grad(self) -> None:  # type: ignore[override]  # as DeepSpeed's
+        """Discard the open window, at every stage."""
+        super().zero_grad()
+        self.optimizer.zero_grad()
+        self._unmanaged_backward_count = 0
+
+    @override
+    def backward(
+        self, loss: torch.Tensor, *args: Any, weight: float | torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the backward of one micro-batch. Collective at stage 2, and at stage 1 where a request ends.
+
+        Args:
+            loss: a scalar; with ``normalization="token"`` the sum over what ``weight`` counts, and not its mean.
+            weight: see :meth:`add_weight`, which is for those who call ``loss.backward()``.
+            *args: as ``kwargs``, for DeepSpeed's ``backward`` (``retain_graph``, ``scale_wrt_gas``).
+
+        Returns:
+            The loss divided by ``gradient_accumulation_steps``, as DeepSpeed does.
+
+        Raises:
+            ValueError: see :meth:`add_weight`.
+            RankDisagreementError: another rank does something else.
+        """
+        if weight is not None:
+            self.add_weight(weight)  # before the backward, at whose end its request may be dropped
+        return super().backward(loss, *args, **kwargs)
+
+    def add_weight(self, weight: float | torch.Tensor) -> None:
+        """Report the weight of one micro-batch, right before its backward (this rank only).
+
+        Args:
+            weight: a finite number of at least 0, such as the number of trainable tokens, or a tensor that holds one.
+                A tensor is not read before the step, so it may come from the device without anybody waiting for it.
+
+        Raises:
+            ValueError: not such a number. A tensor's value is checked in ``step``.
+        """
+        check_weight(weight)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.detach().reshape(()).to(self.device, get_norm_dtype(), non_blocking=True)
+        self.update_window.weights.add(weight)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    @override
+    def step(
+        self,
+        lr_kwargs: dict[str, Any] | None = None,
+        *,
+        divisor: float | None = None,
+        normalization: str | None = None,
+    ) -> None:
+        """Apply the window's gradient sum, divided, at a boundary (collective).
+
+        Without ``divisor`` and ``normalization`` the sum is divided by nothing but DeepSpeed's mean over data-parallel
+        ranks; the front ends (Lightning, Accelerate) default to ``"mean"`` instead.
+
+        A request that is still open ends here. ``get_global_grad_norm()`` and gradient clipping refer to the divided
+        gradient. Without a backward since the last step nothing is applied and no counter moves. Nor does any but
+        :attr:`empty_updates` where the window's total weight is zero; its gradients are discarded then.
+
+        Args:
+            lr_kwargs: passed to the learning rate scheduler, as in DeepSpeed.
+            divisor: a positive finite number, the same on all ranks; DeepSpeed takes the mean over ranks. 1 unless
+                given.
+            normalization: ``"mean"`` divides by the window's micro-batches per rank, and ``"sum"`` by nothing, after
+                DeepSpeed's mean over ranks; ``"token"`` divides the sum over ranks by the weight of all micro-batches
+                of all ranks, which ``backward`` was given or :meth:`add_weight` reported.
+
+        Raises:
+            ValueError: a divisor or normalization that is not allowed, both of them, or a normalization although
+                DeepSpeed divides by its ``gradient_accumulation_steps``.
+            RankDisagreementError: another rank does not step here.
+            RuntimeError: on all ranks, if they give different divisors (seen where ``step`` reads the norm: not with
+                ``compute_grad_norm: false``, nor with the overflow check and clipping off); or a divisor is given while
+                a request is open that may yet be dropped. With ``"token"`` if a micro-batch has no weight or more than
+                one, or a weight is negative, infinite or NaN.
+            GradientOverflowError: on all ranks, if the gradient is not finite and ``overflow`` says that the run ends.
+        """
+        check_normalization(normalization, divisor, self.gradient_accumulation_steps())
+        if divisor is not None:
+            check_divisor(divisor, self.update_window, drops_requests=self.optimizer.rollback is not None)
+        at_boundary = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
+        if not at_boundary or self.inside_no_sync_ctxt:
+            super().step(lr_kwargs)
+        elif self.update_window.is_open:
+            self._apply_window(lr_kwargs, divisor, normalization)
+        else:
+            self.optimizer.discard_window()  # an interrupted backward may have left something behind
+            self._step_applied = False
+
+    def _apply_window(self, lr_kwargs: dict[str, Any] | None, divisor: float | None, normalization: str | None) -> None:
+        self.agree_to_step()
+        self.end_request()
+        window, scale = self.update_window, float(self.optimizer.loss_scale)
+        if not self._choose_divisor(divisor, normalization):
+            self._skip_empty_window()
+            return
+        try:
+            super().step(lr_kwargs)
+        finally:
+            self._running_engine_step = False  # a step that raised is over: without it backwards would end requests
+        self._record_update(window, scale)
+
+    def _choose_divisor(self, divisor: float | None, normalization: str | None) -> bool:
+        """Choose the divisor of the open window; return whether it is not zero. Collective with ``"token"``."""
+        window = self.update_window
+        if normalization == "token" and window.has_sum:
+            return life_cycle.resolve_token_divisor(self.optimizer)
+        self.optimizer.divisor.choose(float(window.micro_batches if normalization == "mean" else divisor or 1.0))
+        return True
+
+    def _skip_empty_window(self) -> None:
+        """Discard a window of zero total weight. All ranks are here, since they have read the same total."""
+        if self._skips.empty == 0 and self.global_rank == 0:
+            warnings.warn(
+                f"An update window of {self.update_window.micro_batches} micro-batches per rank has a total weight of "
+                "zero over all ranks: there is nothing to divide by, so it is skipped. Further ones are only counted, "
+                "in engine.empty_updates.",
+                stacklevel=4,
+            )
+        self._skips.empty += 1
+        self.zero_grad()
+        self._step_applied = False
+        self._global_grad_norm = self.optimizer._global_grad_norm = torch.zeros((), device=self.device)
+
+    def pending_norm(self, divisor: float | None) -> torch.Tensor:
+        """Return the norm that a step now would report, and end the open request. Collective.
+
+        Groups that Muon updates count with their gradients here, and with their updates in the step.
+
+        Args:
+            divisor: as for :meth:`step`; ``None`` divides by the window's total weight, as ``"token"``.
+
+        Returns:
+            A scalar on the engine's device; 0 without a window, and for one of zero total weight.
+        """
+        if self.update_window.is_open:
+            self.agree_to_step()
+            self.end_request()
+            if self._choose_divisor(divisor, "token" if divisor is None else None):
+                return life_cycle.pending_norm(self.optimizer).to(self.device)
+            self.optimizer.norm.forget()
+        return torch.zeros((), device=self.device)
+
+    # --- backwards --------------------------------------------------------------------------------------------------
+
+    @override
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Also begin to reload a released gradient partition at its end (stage 2, CPU offload).
+
+        Not before: what the forward needs for itself, such as logits, would meet the partition.
+        """
+        outputs = super().forward(*inputs, **kwargs)
+        if torch.is_grad_enabled() and self.zero_optimization_partition_gradients():
+            self._prefetch_partitions()
+        return outputs
+
+    def _prefetch_partitions(self) -> None:
+        if not self.inside_no_sync_ctxt:  # where nothing is reduced for now
+            self.optimizer.sums.prefetch()
+
+    @override
+    def _backward_prologue(self) -> None:
+        """Also start the count of gradient hooks anew, as a forward does: there may have been two before this.
+
+        And reload a released gradient partition where the forward has not: stage 1 reduces at a request's end only, so
+        that the partition would be in the way before.
+        """
+        last = self.is_gradient_accumulation_boundary()
+        if last or self.zero_optimization_partition_gradients():
+            self._prefetch_partitions()
+        if self.optimizer._backward_active_depth == 0:
+            self.optimizer.clear_backward_seen_flag()
+            self.agreement.begin_backward(last=last)
+            self.optimizer.begin_backward()
+        super()._backward_prologue()
+
+    @override
+    def _backward_epilogue(self) -> None:
+        """Also count the micro-batch: this runs once per backward, whichever way it was started."""
+        self.update_window.count_micro_batch()
+        super()._backward_epilogue()
+        self.agreement.end_micro_batch(not self.update_window.request_open)
+        self._check_request()
+
+    @override
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Also end the request with the block."""
+        with super().coalesce_grad_reduction():
+            yield
+        self.agreement.end_request()
+        self._check_request()
+
+    @override
+    def _flush_coalesced_reduction_zero12(self, optimizer: Any) -> None:
+        """Reduce what has waited; DeepSpeed's version drives its own buckets."""
+        optimizer.reduce_gradients()
+
+    @override
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return false inside ``no_sync()``: its gradients stay local until a later backward reduces them."""
+        return not self.inside_no_sync_ctxt and bool(super().is_gradient_accumulation_boundary())
+
+    # --- construction -----------------------------------------------------------------------------------------------
+
+    @override
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> Any:
+        """Choose the ZeRO class for stage 1 in bf16 with fp32 accumulation as well, instead of ``BF16_Optimizer``."""
+        wrapper = super()._do_optimizer_sanity_check(basic_optimizer)
+        return ZERO_OPTIMIZATION if wrapper == BFLOAT16 else wrapper
+
+    @override
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
+        """Build the request-safe class in the place of DeepSpeed's."""
+        options = self.options
+        window_options = WindowOptions(
+            retain=options.retain_gpu_grad_partition_until_step,
+            records_origin=options.overflow.on_overflow == "raise",
+            drops_requests=options.overflow.on_overflow == "drop_request",
+            fills_absent=options.rank_dependent_parameters,
+        )
+        self._choose_communication_dtype()
+        wanted = partial(RequestZeROOptimizer, window_options=window_options)
+        with replaced(deepspeed_engine, "DeepSpeedZeroOptimizer", wanted):
+            built = super()._configure_zero_optimizer(optimizer)
+        if options.overflow.check_grad_overflow is not None and not self.bfloat16_enabled():
+            built.check_grad_overflow = options.overflow.check_grad_overflow or self.fp16_enabled()
+        if options.rank_agreement:
+            names = [built.param_names[param] for param in built.layout.params]
+            built.ranks.agree_from_now_on(lambda: built.window, names.__getitem__)
+        return built
+
+    def _choose_communication_dtype(self) -> None:
+        """Reduce in fp32 where stage 1 accumulates in fp32, unless the user has chosen a dtype.
+
+        Stage 1 reduces once per request, so that fp32 costs little and saves the sum from being rounded to 16 bits;
+        stage 2 reduces in every backward, where it would double the traffic.
+        """
+        _, grad_accum_dtype = self.get_data_types()
+        if self.zero_optimization_stage() == 1 and grad_accum_dtype == torch.float32:
+            self._config.communication_data_type = self._config.communication_data_type or torch.float32
+
+    @override
+    def destroy(self) -> None:
+        """Also leave the agreement of ranks."""
+        # At the interpreter's end the store may be gone, and would be waited for.
+        if isinstance(getattr(self, "optimizer", None), RequestZeROOptimizer) and not sys.is_finalizing():
+            self.agreement.close()
+        super().destroy()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Save as DeepSpeed does (collective), with the counters that it does not have among the client's state.
+
+        Raises:
+            RuntimeError: the window is open; its gradients would be missing from the checkpoint.
+            RankDisagreementError: another rank does something else, or the ranks have disagreed before.
+        """
+        self.agreement.before_checkpoint("saves")
+        if self.update_window.is_open:
+            raise RuntimeError(
+                f"save_checkpoint() with an open update window ({self.update_window.micro_batches} micro-batches "
+                "since the last step): their gradients would be lost on resume. Save after step(), or call zero_grad() "
+                "to discard them."
+            )
+        state = {**(client_state or {}), _SKIPS_IN_CHECKPOINT: self._skips.state_dict()}
+        return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)
+
+    @override
+    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
+        """Load as DeepSpeed does (collective); the open window is discarded, unless there is no checkpoint to load.
+
+        Raises:
+            RankDisagreementError: another rank does something else, or the ranks have disagreed before.
+        """
+        self.agreement.before_checkpoint("loads")
+        loaded = super().load_checkpoint(load_dir, *args, **kwargs)
+        path, client_state = loaded
+        if path is not None:
+            self.zero_grad()
+            record = client_state.pop(_SKIPS_IN_CHECKPOINT, {})
+            # DeepSpeed gives its counters to the client where only the module was loaded.
+            if "skipped_steps" not in client_state:
+                self._skips = SkipRecord.from_state(record)
+        return loaded

@@ -1,0 +1,152 @@
+"""The window's gradient sum: the accumulators of all parameter groups together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from requestzero.zero.stage12.accumulators.accumulator import Accumulator
+from requestzero.zero.stage12.accumulators.host import HostAccumulator
+from requestzero.zero.stage12.accumulators.host_copies import HostCopies
+from requestzero.zero.stage12.accumulators.offloaded import OffloadedAccumulator, PartitionTraffic
+from requestzero.zero.stage12.accumulators.retention import Retention
+from requestzero.zero.stage12.bucket import Entry
+from requestzero.zero.stage12.bucket_runs import Piece, runs_of
+
+
+class GradientSums:
+    """What this rank owns of the window's sum.
+
+    Args:
+        accumulators: by parameter group.
+        names: of parameters, by id.
+        copies: into host gradients.
+        retention: of offloaded partitions between requests.
+        traffic: of offloaded partitions.
+    """
+
+    def __init__(
+        self,
+        accumulators: Sequence[Accumulator],
+        names: Sequence[str],
+        copies: HostCopies,
+        retention: Retention,
+        traffic: PartitionTraffic,
+    ) -> None:
+        self.accumulators = accumulators
+        self.traffic = traffic
+        self.peak_device_bytes = 0
+        """The most bytes that the sum has occupied on the accelerator at the end of a backward."""
+        self._names, self._copies, self._retention = names, copies, retention
+        self._offloaded = [each for each in accumulators if isinstance(each, OffloadedAccumulator)]
+
+    # --- a backward -------------------------------------------------------------------------------------------------
+
+    def prefetch(self) -> None:
+        """Begin to reload partitions that the next reduction adds to."""
+        for each in self._offloaded:
+            each.prefetch()
+
+    def begin_backward(self) -> None:
+        """Wait for the copies of earlier backwards, once per backward instead of once per parameter."""
+        self._copies.wait()
+
+    def add(self, entries: Sequence[Entry], reduced: torch.Tensor, dtype: torch.dtype, request_ends: bool) -> None:
+        """Add what this rank owns of a reduced bucket.
+
+        Args:
+            entries: the gradients in the bucket.
+            reduced: their values, flat, in the dtype of the reduction.
+            dtype: of the bucket; a sum of the same dtype adds values that are rounded to it first, as DeepSpeed does.
+            request_ends: with this backward.
+        """
+        for run in runs_of(reduced, list(self._owned(entries))):
+            accumulator = self.accumulators[run.group_idx]
+            if reduced.dtype != dtype == accumulator.dtype:
+                run = run.in_dtype(dtype)
+            accumulator.add(run, request_ends)
+
+    def _owned(self, entries: Sequence[Entry]) -> list[Piece]:
+        pieces = []
+        for param_id, group_idx, start, _ in entries:
+            accumulator = self.accumulators[group_idx]
+            place = accumulator.places.get(param_id)
+            if place is not None:
+                begun = accumulator.has_begun(param_id)
+                pieces.append(Piece(param_id, group_idx, place.offset, start + place.start, place.numel, begun))
+        return pieces
+
+    def end_backward(self) -> None:
+        """Note the bytes on the accelerator, which are most before a release."""
+        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+
+    def end_request(self) -> None:
+        """Bring the sums to where they are kept between requests."""
+        for each in self.accumulators:
+            each.end_request()
+        releasable = [each for each in self._offloaded if each.can_release]
+        keep = bool(releasable) and self._retention.keeps()
+        for each in releasable:
+            if keep:
+                each.keep()
+            else:
+                each.release()
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def refresh_norms(self) -> None:
+        """Bring the norms up to date with the sums."""
+        for each in self.accumulators:
+            each.refresh_norm()
+
+    def recompute_norms(self, groups: Sequence[int]) -> None:
+        """Compute norms from the host gradients of these groups, into which updates have been written."""
+        for index in groups:
+            accumulator = self.accumulators[index]
+            if isinstance(accumulator, HostAccumulator):
+                accumulator.recompute_norms()
+
+    def complete(self) -> None:
+        """Make what the step reads the window's sum, and its norm up to date."""
+        for each in self.accumulators:
+            each.complete()
+
+    def squared_norms(self) -> list[torch.Tensor | None]:
+        """Return this rank's squared norm of every group's sum, scalars on the device; ``None`` is zero."""
+        return [each.squared_norm() for each in self.accumulators]
+
+    def unused_parameters(self) -> list[str]:
+        """Return names of owned parameters without a gradient in this window, under CPU offload."""
+        return sorted(self._names[param_id] for each in self.accumulators for param_id in each.unused_parameters())
+
+    def not_finite(self) -> list[str]:
+        """Return names of the parameters whose owned sum is not finite as the step reads it. Reads every value."""
+        return [
+            self._names[param_id]
+            for each in self.accumulators
+            for param_id in each.group.owned
+            if not bool(each.step_fragment(param_id).isfinite().all())
+        ]
+
+    def discard(self) -> None:
+        """Forget the sums: the window is over."""
+        for each in self.accumulators:
+            each.discard()
+
+    # --- users ------------------------------------------------------------------------------------------------------
+
+    def note_edit(self) -> None:
+        """Note that a user has set a gradient."""
+        for each in self.accumulators:
+            each.note_edit()
+
+    def move(self, device: str) -> None:
+        """Move what lies on the accelerator to ``device``, or back."""
+        for each in self.accumulators:
+            each.move(device)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the sums occupy on the accelerator now."""
+        return sum(each.device_bytes for each in self.accumulators)

@@ -1,0 +1,162 @@
+"""The sum under CPU offload: the gradient on the host that the optimizer reads is the sum itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from typing_extensions import override
+
+from requestzero.zero.common.norm import square_of, vector_norms
+from requestzero.zero.stage12.accumulators.accumulator import Accumulator, CountsInNorm
+from requestzero.zero.stage12.accumulators.host_copies import HostCopies
+from requestzero.zero.stage12.bucket_runs import Run
+from requestzero.zero.stage12.layout import GroupLayout
+
+
+class OffloadAccumulator(Accumulator):
+    """What both kinds of sums under CPU offload have in common.
+
+    Args:
+        group, dtype, counts: see ``Accumulator``.
+        host: gives the flat host gradient, of ``partition_size`` elements in the dtype of the master weights.
+        copies: into host gradients, shared by all groups.
+        window_is_open: tells whether the window has had any gradient, of any group.
+    """
+
+    def __init__(
+        self,
+        group: GroupLayout,
+        dtype: torch.dtype,
+        counts: CountsInNorm,
+        host: Callable[[], torch.Tensor],
+        copies: HostCopies,
+        window_is_open: Callable[[], bool],
+    ) -> None:
+        super().__init__(group, dtype, counts)
+        self.host, self.copies, self.window_is_open = host, copies, window_is_open
+        self._used: set[int] = set()
+        self._edited = False
+
+    @override
+    def unused_parameters(self) -> list[int]:
+        return [param_id for param_id in self.group.owned if param_id not in self._used]
+
+    @override
+    def step_fragment(self, param_id: int) -> torch.Tensor:
+        return self._on_host(param_id)
+
+    def _on_host(self, param_id: int) -> torch.Tensor:
+        place = self.group.owned[param_id]
+        return self.host().narrow(0, place.offset, place.numel)
+
+    def _host_norms(self, param_ids: Sequence[int]) -> list[torch.Tensor]:
+        """Return norms of parameters' parts of the host gradient, on the accelerator."""
+        if not param_ids:
+            return []
+        norms = torch.stack(vector_norms([self._on_host(param_id) for param_id in param_ids]))
+        return list(norms.to(get_accelerator().current_device_name()).unbind())
+
+
+class HostAccumulator(OffloadAccumulator):
+    """Adds to the host gradient by way of the device, in no memory of its own.
+
+    A parameter's first gradient of a window is copied there, further ones are added.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begun: set[int] = set()
+        self._norms: dict[int, torch.Tensor] = {}  # of parameters whose host gradient has not changed since
+
+    @override
+    def has_begun(self, param_id: int) -> bool:
+        return param_id in self._begun
+
+    @override
+    def add(self, run: Run, request_ends: bool) -> None:
+        """Add a run, and at its request's end compute norms of the values that the host gets."""
+        host, total = run.slice_of(self.host()), run.values
+        if run.begun:
+            # The sum may be wider than the reduction (Muon groups).
+            total = total.to(torch.promote_types(total.dtype, self.dtype))
+            total.add_(host.to(total.device, non_blocking=True))
+        value = self.copies.to_host(total, host)
+        self._begun.update(run.param_ids)
+        self._used.update(run.param_ids)
+        if request_ends:
+            self._norms.update(zip(run.param_ids, vector_norms(value.split(run.sizes)), strict=True))
+        else:
+            for param_id in run.param_ids:  # its norm is computed at its request's end, or before the step
+                self._norms.pop(param_id, None)
+
+    @override
+    def end_request(self) -> None:
+        self._begin_absent()
+
+    @override
+    def refresh_norm(self) -> None:
+        self._begin_absent()
+        self.copies.wait()
+        missing = [i for i in self.group.owned if (self._edited or i in self._used) and i not in self._norms]
+        self._norms.update(zip(missing, self._host_norms(missing), strict=True))
+
+    def _begin_absent(self) -> None:
+        for param_id in self.group.owned:
+            self._begin(param_id)
+
+    def _begin(self, param_id: int) -> None:
+        """Let the host gradient hold this window's sum of a parameter: zero, if it has not taken part yet."""
+        if param_id not in self._begun:
+            self._on_host(param_id).zero_()
+            self._begun.add(param_id)
+
+    @override
+    def fragment(self, param_id: int) -> torch.Tensor:
+        self.copies.wait()
+        if self.window_is_open():  # else there is no sum: what the last step has read stays as it is
+            self._begin(param_id)
+        return self._on_host(param_id)
+
+    @override
+    def squared_norm(self) -> torch.Tensor | None:
+        return square_of([norm for param_id, norm in self._norms.items() if self._counts(param_id)])
+
+    @override
+    def note_edit(self) -> None:
+        self._edited = True
+        self._norms.clear()
+
+    def recompute_norms(self) -> None:
+        """Compute norms from the host gradient, which something else than a sum has been written into."""
+        owned = list(self.group.owned)
+        self._norms = dict(zip(owned, self._host_norms(owned), strict=True))
+
+    @override
+    def discard(self) -> None:
+        self._begun.clear()
+        self._used.clear()
+        self._norms.clear()
+        self._edited = False
+
+    @override
+    def move(self, device: Any) -> None:
+        """Do nothing: the sum is on the host."""
+
+    @override
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.host()]
+
+    @override
+    def state(self) -> Any:
+        return set(self._begun), set(self._used), dict(self._norms), self._edited
+
+    @override
+    def go_back(self, saved: Sequence[torch.Tensor], state: Any) -> None:
+        self.copies.wait()
+        begun, used, norms, self._edited = state
+        self._begun, self._used, self._norms = set(begun), set(used), dict(norms)
+        for now, before in zip(self.tensors(), saved, strict=True):
+            now.copy_(before, non_blocking=True)

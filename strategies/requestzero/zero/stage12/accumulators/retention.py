@@ -1,0 +1,71 @@
+"""Keep or release gradient partitions between requests, as ``retain_gpu_grad_partition_until_step`` says."""
+
+from __future__ import annotations
+
+import logging
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+logger = logging.getLogger("requestzero")
+
+FREE_SHARE = 0.1
+"""Share of the device's memory that has to stay free beside partitions that are kept."""
+
+
+def free_device_memory() -> int:
+    """Return the bytes that this process could still allocate on its device, as far as is known without waiting for it.
+
+    They are what the driver reports as free and what the caching allocator holds unused. Where there is no driver to
+    ask, DeepSpeed's accelerator counts the allocator's unused memory as free already, hence the upper limit.
+    """
+    device = get_accelerator()
+    allocated = device.memory_allocated()
+    unused = device.memory_reserved() - allocated
+    return int(min(device.available_memory() + unused, device.total_memory() - allocated))
+
+
+class MemoryWatch:
+    """Decides at request ends, on this rank alone, and logs when the decision changes.
+
+    Args:
+        partition_bytes: bytes of all partitions of this rank.
+    """
+
+    def __init__(self, partition_bytes: int) -> None:
+        self.margin = max(int(FREE_SHARE * get_accelerator().total_memory()), partition_bytes)
+        """Bytes that have to be free beside the partitions: a share of the device's memory, or another partition."""
+        self._suffices: bool | None = None
+        free_device_memory()  # where DeepSpeed's accelerator cannot tell, it says so before training
+
+    def suffices(self) -> bool:
+        """Return whether memory suffices to keep the partitions, which are on the device now."""
+        free = free_device_memory()
+        suffices = free >= self.margin
+        if suffices != self._suffices:
+            logger.info(
+                "Rank %d %s its gradient partition between requests: %.0f MiB are free, and %.0f MiB have to be.",
+                dist.get_rank(),
+                "keeps" if suffices else "releases",
+                free / 2**20,
+                self.margin / 2**20,
+            )
+        self._suffices = suffices
+        return suffices
+
+
+class Retention:
+    """The decision for all partitions of an engine.
+
+    Args:
+        option: the value of ``retain_gpu_grad_partition_until_step``: true, false or ``"auto"``.
+        partition_bytes: bytes of all partitions of this rank; 0 where there are none to keep.
+    """
+
+    def __init__(self, option: bool | str, partition_bytes: int) -> None:
+        self._watch = MemoryWatch(partition_bytes) if option == "auto" and partition_bytes else None
+        self._keeps = option is True
+
+    def keeps(self) -> bool:
+        """Return whether partitions stay on the device after the request that has just ended."""
+        return self._keeps if self._watch is None else self._watch.suffices()

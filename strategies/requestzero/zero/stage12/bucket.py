@@ -1,0 +1,126 @@
+"""A reduction bucket: gradients gathered in one flat tensor, to be reduced by one collective."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from requestzero.zero.common.streams import current_stream, has_streams, keep_alive, record_event
+
+
+class Entry(NamedTuple):
+    """One parameter's gradient in a bucket; positions and sizes in elements."""
+
+    param_id: int
+    group_idx: int
+    start: int
+    numel: int
+
+
+class Bucket:
+    """Gradients of one communication dtype.
+
+    Where reduction begins when all gradients are there (stage 1 without ``overlap_comm``) they are gathered by one
+    concatenation, into memory of just their size. Otherwise each is copied when it comes, so that its own memory is
+    free again; with ``overlap_comm`` into two buffers in turn, of which one is filled while the other is reduced.
+
+    Args:
+        comm_dtype: dtype of the reduction.
+        dtype: dtype of the bucket.
+        capacity: most elements of a reduction. A gradient that is larger is reduced by itself.
+        buffers: 0 to concatenate, 1 or 2 to copy on arrival.
+        total: elements of all parameters, at which a buffer need be no larger.
+    """
+
+    def __init__(self, comm_dtype: torch.dtype, dtype: torch.dtype, capacity: int, buffers: int, total: int) -> None:
+        self.comm_dtype, self.dtype, self.capacity = comm_dtype, dtype, capacity
+        self.entries: list[Entry] = []
+        self.elements = 0
+        self._pending: list[torch.Tensor] = []
+        self._buffer_count, self._buffer_numel = buffers, min(capacity, total)
+        self._buffers: list[torch.Tensor] = []
+        self._index = 0
+        self._start_of: dict[int, int] = {}
+        # Streams that have filled the current buffer, and the event behind the last reduction of each buffer.
+        self._producers: set[Any] = set()
+        self._reduced: dict[int, tuple[Any, Any]] = {}
+
+    def has_room_for(self, numel: int) -> bool:
+        """Return whether a gradient fits in beside what is there."""
+        return self.elements + numel <= self.capacity
+
+    def add(self, param_id: int, group_idx: int, gradient: torch.Tensor) -> None:
+        """Put a gradient into the bucket. Its memory may be reused at once, unless the bucket concatenates."""
+        flat = gradient.detach().reshape(-1) if gradient.requires_grad else gradient.reshape(-1)
+        if self._buffer_count and self._copy(param_id, flat):
+            return
+        if not self._buffer_count:
+            self._pending.append(flat)
+        self.entries.append(Entry(param_id, group_idx, self.elements, flat.numel()))
+        self.elements += flat.numel()
+
+    def _copy(self, param_id: int, flat: torch.Tensor) -> bool:
+        """Copy a gradient into the buffer; return whether it was added to one of the same parameter.
+
+        Reentrant checkpointing brings the gradient of a parameter that two segments use in two parts.
+        """
+        if not self._buffers:
+            self._allocate(flat.device)
+        self._order_behind_reduction()
+        buffer, start = self._buffers[self._index], self._start_of.get(param_id)
+        if start is not None:
+            buffer.narrow(0, start, flat.numel()).add_(flat)
+            return True
+        self._start_of[param_id] = self.elements
+        buffer.narrow(0, self.elements, flat.numel()).copy_(flat)
+        return False
+
+    def _allocate(self, device: torch.device) -> None:
+        self._buffers = [
+            torch.empty(self._buffer_numel, dtype=self.dtype, device=device) for _ in range(self._buffer_count)
+        ]
+
+    def _order_behind_reduction(self) -> None:
+        """Let the current stream fill the buffer only after its last reduction, and be waited for by the next."""
+        if not has_streams():
+            return
+        stream = current_stream()
+        self._producers.add(stream)
+        reducing, event = self._reduced.get(self._index, (stream, None))
+        if reducing != stream:
+            stream.wait_event(event)
+
+    def contents(self, stream: Any) -> torch.Tensor:
+        """Return the gathered gradients, flat, of :attr:`dtype`, for use on ``stream``, the current one."""
+        for producer in self._producers - {stream}:
+            stream.wait_stream(producer)
+        if self._buffer_count:
+            buffer = self._buffers[self._index]
+            keep_alive(buffer, stream)
+            return buffer.narrow(0, 0, self.elements)
+        for gradient in self._pending:
+            keep_alive(gradient, stream)
+        # First concatenated, then converted: several times faster than a concatenation that converts.
+        return torch.cat(self._pending).to(self.dtype)
+
+    def clear(self, stream: Any) -> None:
+        """Empty the bucket, whose contents have been used on ``stream``, the current one."""
+        if self._buffer_count:
+            self._reduced[self._index] = stream, record_event()
+            self._index = (self._index + 1) % self._buffer_count
+        self._drop_entries()
+
+    def release(self) -> None:
+        """Drop the entries and the buffers."""
+        self._drop_entries()
+        self._buffers.clear()
+        self._reduced.clear()
+        self._index = 0
+
+    def _drop_entries(self) -> None:
+        self.entries.clear()
+        self._pending.clear()
+        self._start_of.clear()
+        self._producers.clear()
+        self.elements = 0

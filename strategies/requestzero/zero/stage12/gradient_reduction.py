@@ -1,0 +1,179 @@
+"""The way of gradients from their hooks through a bucket and its collective into the window's sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from requestzero.zero.common.ranks import Ranks
+from requestzero.zero.common.streams import current_stream, has_streams, keep_alive
+from requestzero.zero.stage12.bucket import Bucket, Entry
+from requestzero.zero.stage12.bucket_reduction import BucketReduction
+from requestzero.zero.stage12.layout import Parameter, PartitionLayout
+from requestzero.zero.stage12.local_gradients import LocalGradients
+
+
+@dataclass(frozen=True)
+class ReductionSchedule:
+    """When gradients are reduced."""
+
+    in_every_backward: bool
+    """Stage 2: in every backward, as gradients come. Else once per request."""
+    overlaps: bool
+    """``overlap_comm``: as they come, on a stream of its own; at stage 1 in a request's last backward."""
+    fills_absent: bool
+    """``rank_dependent_parameters``: all of them at the end, in one order, zeros in the place of absent ones."""
+
+    def on_arrival(self, request_ends: bool) -> bool:
+        """Return whether a gradient is reduced as it comes; ``request_ends`` with this backward."""
+        return not self.fills_absent and (self.in_every_backward or (self.overlaps and request_ends))
+
+
+Observer = Callable[[int, Parameter, torch.Tensor], None]
+"""Sees a gradient that goes into a bucket, and may change it in place: parameter id, parameter, gradient."""
+
+Accumulate = Callable[[list[Entry], torch.Tensor, torch.dtype, bool], None]
+"""Adds a reduced bucket to the window's sum: its entries, values, the bucket's dtype, whether the request ends."""
+
+
+class GradientReduction:
+    """Reduces the gradients of one engine.
+
+    Args:
+        layout: of the parameters.
+        local: where gradients wait before they are reduced.
+        buckets: one for each communication dtype.
+        reduction: the collective.
+        accumulate: where reduced gradients go.
+        schedule: when to reduce.
+        ranks: the data-parallel ranks.
+        comm_dtype: gives a parameter's communication dtype.
+        request_ends: tells whether the backward at hand is the last of its request.
+        before_first: called before the first gradient of a backward, or of a request at stage 1, goes into a bucket.
+    """
+
+    def __init__(
+        self,
+        layout: PartitionLayout,
+        local: LocalGradients,
+        buckets: Mapping[torch.dtype, Bucket],
+        reduction: BucketReduction,
+        accumulate: Accumulate,
+        schedule: ReductionSchedule,
+        ranks: Ranks,
+        comm_dtype: Callable[[Parameter], torch.dtype],
+        request_ends: Callable[[], bool],
+        before_first: Callable[[], None],
+    ) -> None:
+        self._layout, self._local, self._buckets = layout, local, buckets
+        self._reduction, self._accumulate = reduction, accumulate
+        self._schedule, self._ranks = schedule, ranks
+        self._comm_dtype, self._request_ends, self._before_first = comm_dtype, request_ends, before_first
+        self.observers: list[Observer] = []
+        """Called with every gradient that goes into a bucket."""
+        self._begun = False
+        self._stream: Any = get_accelerator().Stream() if schedule.overlaps and has_streams() else None
+
+    # --- events of a backward ---------------------------------------------------------------------------------------
+
+    def gradient_arrived(self, param: Parameter) -> None:
+        """Reduce a gradient that autograd has just brought, or leave it waiting. Collective where a bucket is full."""
+        if self._schedule.on_arrival(self._request_ends()):
+            self._send(param)
+
+    def end_backward(self) -> None:
+        """Reduce what the buckets hold at the end of a backward of stage 2. Collective."""
+        if self._schedule.fills_absent:
+            self._send_all()
+        self._finish()
+
+    def reduce_local(self) -> None:
+        """Reduce everything that waits, such as at a request's end of stage 1. Collective."""
+        self._send_all()
+        self._finish()
+
+    def abandon(self) -> None:
+        """Drop what an interrupted backward has left, here and on the parameters."""
+        if any(bucket.entries for bucket in self._buckets.values()):
+            # What is under way on another stream must not meet memory that is used anew.
+            get_accelerator().synchronize()
+        for param in self._layout.params:
+            self._local.clear(param)
+        self._release()
+
+    # --- on the way -------------------------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        self._begin()
+        for param in self._layout.params:
+            if self._schedule.fills_absent and self._local.is_absent(param):
+                self._local.put_zeros(param)
+            self._send(param)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._before_first()
+
+    def _send(self, param: Parameter) -> None:
+        """Put the gradient of a parameter, if it has one, into its bucket, which is reduced before if it is full."""
+        if not self._local.waits(param):
+            return
+        gradient, numel = self._local.take(param), param.numel()
+        if numel == 0:
+            return
+        self._begin()
+        param_id, bucket = self._layout.ids[id(param)], self._buckets[self._comm_dtype(param)]
+        for observe in self.observers:
+            observe(param_id, param, gradient)
+        if not bucket.has_room_for(numel):
+            self._reduce_bucket(bucket, following=param_id)
+        if numel > bucket.capacity:
+            self._reduce_alone(param_id, gradient, bucket)
+        else:
+            bucket.add(param_id, self._layout.group_of[param_id], gradient)
+
+    def _reduce_bucket(self, bucket: Bucket, following: int | None = None) -> None:
+        """Reduce a bucket, unless it is empty; ``following`` is the parameter that has found no room in it."""
+        if not bucket.entries:
+            return
+        self._ranks.agreement.before_reduction(tuple(entry.param_id for entry in bucket.entries), following)
+        stream = self._stream or current_stream()
+        with get_accelerator().stream(stream):
+            self._reduce(bucket.entries, bucket.contents(stream), bucket.comm_dtype)
+            bucket.clear(stream)
+
+    def _reduce_alone(self, param_id: int, gradient: torch.Tensor, bucket: Bucket) -> None:
+        """Reduce a gradient that is larger than a bucket in its own memory."""
+        self._ranks.agreement.before_reduction((param_id,), None)
+        producer = current_stream()
+        stream = self._stream or producer
+        if stream != producer:
+            stream.wait_stream(producer)
+        with get_accelerator().stream(stream):
+            flat = gradient.detach().reshape(-1).to(bucket.dtype)
+            keep_alive(gradient, stream)
+            entry = Entry(param_id, self._layout.group_of[param_id], 0, flat.numel())
+            self._reduce([entry], flat, bucket.comm_dtype)
+
+    @torch.no_grad()  # a backward with create_graph=True runs its hooks with gradients enabled
+    def _reduce(self, entries: list[Entry], flat: torch.Tensor, comm_dtype: torch.dtype) -> None:
+        reduced = self._reduction.reduce(flat, entries, comm_dtype)
+        self._accumulate(entries, reduced, flat.dtype, self._request_ends())
+
+    def _finish(self) -> None:
+        for bucket in self._buckets.values():
+            self._reduce_bucket(bucket)
+        if self._stream is not None:
+            get_accelerator().current_stream().wait_stream(self._stream)
+        self._release()
+        self._ranks.agreement.end_reduction()
+
+    def _release(self) -> None:
+        for bucket in self._buckets.values():
+            bucket.release()
+        self._begun = False

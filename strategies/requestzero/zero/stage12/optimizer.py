@@ -1,0 +1,290 @@
+"""The request-safe ZeRO-1/2 optimizer: DeepSpeed's class, whose methods delegate to the parts that it owns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from typing_extensions import override
+
+from requestzero.zero.common import life_cycle
+from requestzero.zero.common.scale import StepScale, unscale_and_clip
+from requestzero.zero.common.window import DroppedRequest, UpdateWindow
+from requestzero.zero.overflow.loss_scale import reduce_scale
+from requestzero.zero.stage12 import weights
+from requestzero.zero.stage12.parts import OptimizerParts, WindowOptions, build_parts, is_muon_group
+
+
+class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
+    """DeepSpeed's ZeRO-1/2 optimizer, whose step applies the sum of every request of an update window, exactly.
+
+    A window is all backwards between two steps; it starts clean whatever ended the one before it (a step, a skipped
+    step, ``zero_grad()``, a loaded checkpoint). Parameters take part one by one: absent from some backwards, or from
+    all of them (a zero gradient then).
+
+    Written for DeepSpeed 0.19.8, which counts micro-steps for all parameters together, drops or replays sums at
+    gradient accumulation boundaries, and reads the host for every gradient under CPU offload. The way of a gradient
+    from its hook to the sum that the step reads is this package's own; hooks, the step, weights and optimizer state are
+    DeepSpeed's.
+
+    Built by the engine, which counts micro-batches and requests. It does not save the gradients of an open window, and
+    leaves ZenFlow, ZeRO-3 and pipelines to DeepSpeed.
+    """
+
+    def __init__(self, *args: Any, window_options: WindowOptions | None = None, **kwargs: Any) -> None:
+        # Before super(), whose constructor calls methods that are overridden here.
+        self.window = UpdateWindow()
+        self.scale = StepScale()
+        self.loss_scale_exhausted = False
+        self._parts: OptimizerParts | None = None
+        super().__init__(*args, **kwargs)
+        parts = self._parts = build_parts(self, window_options or WindowOptions(), lambda: self.window.is_open)
+        self.layout, self.ranks, self.sums, self.local = parts.layout, parts.ranks, parts.sums, parts.local
+        self.reduction, self.divisor, self.norm = parts.reduction, parts.divisor, parts.norm
+        self.origin, self.rollback = parts.origin, parts.rollback
+        self.window_records = [record for record in (parts.origin, parts.rollback) if record is not None]
+        self._link_fragments()
+
+    # --- the way of a gradient --------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Save the sums that a further request may have to go back to; called before each backward."""
+        if self.rollback is not None and self.rollback.has_unsaved_sums:
+            self.sums.begin_backward()
+            self.rollback.save_sums()
+
+    @override
+    def process_gradients(self, param: Any, i: int) -> None:
+        """Handle a gradient that autograd has brought; inside ``coalesce_grad_reduction()`` it waits."""
+        self.local.accumulate(param)
+        if not self._coalesce_grad_reduction:
+            self.reduction.gradient_arrived(param)
+
+    @override
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Reduce everything that waits: stage 1 at a request's end, both stages after ``coalesce_grad_reduction()``.
+
+        Nothing where nothing has come since the last request end: a step asks again after it.
+        """
+        if self.window.request_open:
+            self.reduction.reduce_local()
+            self._end_backward()
+
+    @override
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Reduce the rest of a backward of stage 2."""
+        self.reduction.end_backward()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        self.sums.end_backward()
+        if self.is_gradient_accumulation_boundary():
+            self.end_request()
+        self._expose_sums()
+
+    def end_request(self) -> None:
+        """Bring the sums to where they are kept between requests (this rank only)."""
+        self.sums.end_request()
+        self.window.end_request()
+
+    def _expose_sums(self) -> None:
+        """Let DeepSpeed's step and ``safe_get_full_grad`` find sums on the device."""
+        for index, accumulator in enumerate(self.sums.accumulators):
+            self.averaged_gradients[index] = accumulator.step_gradient
+
+    @override
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """End the open request of stage 2; harmless when nothing has come since the last request end."""
+        if self.window.request_open:
+            self.set_gradient_accumulation_boundary(True)
+            self.end_request()
+            self._expose_sums()
+
+    @override
+    def should_refresh_expected_hook_count(self) -> bool:
+        """Count the parameters of a backward only where autograd does not tell its end.
+
+        The count walks over all parameters of the model, a fifth of the backward of a model with many small ones.
+        Outside a graph task of autograd DeepSpeed is left to count, which raises there.
+        """
+        return super().should_refresh_expected_hook_count() and torch._C._current_graph_task_id() == -1
+
+    @override
+    def configure_autoep_folding_tp_gradient_reduction(self, folding_spec: Any) -> None:
+        """Correct gradients of folded experts before their reduction, where DeepSpeed's own path does."""
+        super().configure_autoep_folding_tp_gradient_reduction(folding_spec)
+        if self.autoep_folding_tp_group is not None:
+            self.reduction.observers.append(
+                lambda _, param, gradient: self._maybe_reduce_autoep_folding_tp_gradient(param, gradient)
+            )
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    @override
+    def step(self, closure: Any = None) -> None:
+        """Apply the window's sum, divided, or skip it if it is not finite (collective).
+
+        Without a backward there is nothing to apply: weights and optimizer state stay as they are.
+
+        Raises:
+            RuntimeError: a request is still open.
+        """
+        if life_cycle.needs_step(self):
+            with life_cycle.applying(self):
+                self._expose_sums()
+                super().step(closure)
+
+    @override
+    def _get_loss_scale(self) -> Any:
+        """Include the divisor while a step runs."""
+        return self.scale.value(super()._get_loss_scale)
+
+    # Properties bind the function they were made with.
+    loss_scale = property(lambda self: self._get_loss_scale(), DeepSpeedZeroOptimizer._set_loss_scale)
+    cur_scale = loss_scale
+
+    @override
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Return whether any rank's gradient is not finite (collective, one host read, unless it was read before)."""
+        return not self.norm.is_finite(self.window)
+
+    @override
+    def scaled_global_norm(self, norm_type: int = 2) -> float | torch.Tensor:
+        """Return the norm over all groups and ranks, times loss scale and divisor (collective).
+
+        It is read only where something depends on it: the overflow check, clipping, or the check for unused parameters.
+        Otherwise a step gets 0, since DeepSpeed's would read it, and the norm is reported afterwards.
+        """
+        if self.check_grad_overflow or self.clip_grad > 0.0 or self.norm.refuses_unused:
+            return self.norm.take_total(self.window)
+        norm = self.norm.total_on_device(self.window)
+        self.norm.unread = norm if self.scale.is_fixed else None
+        return 0.0 if self.scale.is_fixed else norm
+
+    @override
+    def unscale_and_clip_grads(self, grad_groups_flat: list[torch.Tensor], total_norm: Any) -> None:
+        """Divide by loss scale, divisor and clipping factor at once."""
+        norm = float(total_norm) if self.clip_grad > 0.0 else 0.0
+        unscale_and_clip(grad_groups_flat, float(self.loss_scale), norm, self.clip_grad)
+
+    @property
+    def norm_is_final(self) -> bool:
+        """True if the norm of the sums is wanted and no group's gradients become Muon updates first."""
+        return self.compute_grad_norm and not self._muon_groups()
+
+    def _muon_groups(self) -> list[int]:
+        return [index for index in range(len(self.bit16_groups)) if is_muon_group(self, index)]
+
+    @override
+    def _apply_muon_updates_cpu_offload(self) -> None:
+        """Also compute the norm of Muon groups anew, whose gradients have become updates."""
+        super()._apply_muon_updates_cpu_offload()
+        if self._muon_groups():
+            self.sums.recompute_norms(self._muon_groups())
+            self.norm.forget()
+
+    @override
+    def _update_scale(self, has_overflow: bool = False) -> None:
+        """Also find the origin of an overflow, while the gradients are still there (collective then)."""
+        if has_overflow and self.origin is not None:
+            self.origin.find(self.window)
+        update = super()._update_scale
+        self.loss_scale_exhausted = has_overflow and reduce_scale(lambda: update(True))
+        if not has_overflow:
+            update(False)
+
+    # --- the end of a window ----------------------------------------------------------------------------------------
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the open window, at both stages; ``set_to_none`` is accepted and makes no difference."""
+        self.discard_window()
+
+    def discard_window(self) -> None:
+        """Forget every gradient since the last step, reduced or not, and begin a new window (this rank only)."""
+        life_cycle.discard(self)
+
+    def discard_gradients(self) -> None:
+        """Forget sums, and what an interrupted backward has left in buckets and on parameters."""
+        self.sums.discard()
+        self.reduction.abandon()
+        for index in range(len(self.bit16_groups)):
+            self.averaged_gradients[index] = self.all_grad_tensors[index] = None
+        self._backward_active_depth = 0
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Also discard the open window: pending gradients belong to the weights before the load."""
+        self.discard_window()
+        super().load_state_dict(*args, **kwargs)
+
+    def check_request(self) -> DroppedRequest | None:
+        """Undo the request that has just ended if the window's sum is not finite now (collective, one host read)."""
+        assert self.rollback is not None
+        self.sums.refresh_norms()
+        squares = self.norm.read_squares(self.window)
+        window = self.window
+        dropped = self.rollback.check_request(window, squares, self.discard_window)
+        self.window = window  # still the same window to who holds it
+        self._expose_sums()
+        return dropped
+
+    # --- what users read and write ----------------------------------------------------------------------------------
+
+    @override
+    def _link_all_hp_params(self) -> None:
+        """Link parameters to fragments in the order of the flat memory.
+
+        # HACK: DeepSpeed walks ``bit16_groups`` here, the order before round_robin_gradients permutes it, and so links
+        # parameters to each other's fragments. Without round robin both lists are the same.
+        """
+        original, self.bit16_groups = self.bit16_groups, self.round_robin_bit16_groups
+        try:
+            super()._link_all_hp_params()
+        finally:
+            self.bit16_groups = original
+        self._link_fragments()
+
+    def _link_fragments(self) -> None:
+        if self._parts is not None:
+            weights.number_fragments(self.layout.groups, self.layout.params)
+            self._get_offload_gradient_dict()
+
+    @override
+    def _get_offload_gradient_dict(self) -> None:
+        """Let ``safe_get_full_grad`` find the sum wherever it is; DeepSpeed gives it slices of the host gradient."""
+        if self._parts is not None:
+            self.offload_gradient_dict.update(self._parts.fragments)
+
+    @override
+    def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
+        """Note that a user has set a gradient, which is when DeepSpeed calls this. Reads nothing."""
+        self.sums.note_edit()
+        if self.origin is not None:
+            self.origin.note_edit()
+
+    @override
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Also move the sums."""
+        super().offload_states(*args, **kwargs)
+        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
+            self.sums.move("cpu")
+
+    @override
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Also move the sums back."""
+        moved = OffloadStateTypeEnum.lp_grads in self.offloaded_states
+        super().reload_states(non_blocking)
+        if moved:
+            self.sums.move(get_accelerator().current_device_name())
+
+    @override
+    def _update_model_bit16_weights(self, group_index: int) -> None:
+        """Make parameters views of the flat weights only where they are none; DeepSpeed does it in every step."""
+        params, metas = self.round_robin_bit16_groups[group_index], self.round_robin_bit16_meta[group_index]
+        offsets = self.round_robin_bit16_offsets[group_index]
+        if not weights.are_views_of(self.bit16_groups_flat[group_index], params, metas, offsets):
+            super()._update_model_bit16_weights(group_index)
