@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,13 @@ def real_pipeline() -> str:
 
 def test_a_real_pipeline_module(one_rank: RankGroup) -> None:
     assert "call deepspeed.initialize for pipelines" in one_rank.run(real_pipeline)[0]
+
+
+def test_the_arguments_are_those_of_deepspeed() -> None:
+    import deepspeed
+
+    ours, stock = (inspect.signature(each).parameters for each in (requestzero.initialize, deepspeed.initialize))
+    assert {name: each.default for name, each in ours.items()} == {name: each.default for name, each in stock.items()}
 
 
 def test_the_configuration_is_given_once() -> None:

@@ -10,7 +10,7 @@ import argparse
 import copy
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import reset_seed
@@ -188,7 +188,7 @@ class EngineBuildingStrategy(DeepSpeedStrategy):
             lr_scheduler=lr_scheduler,
             dist_init_required=False,
         )
-        return engine, zero_optimizer
+        return engine, cast(Optimizer, zero_optimizer)
 
     @override
     def _initialize_deepspeed_inference(self, model: Module) -> None:

@@ -3,36 +3,81 @@
 from __future__ import annotations
 
 import copy
-import inspect
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from requestzero.config.engine_options import take_engine_options
 from requestzero.config.files import load_config
+from requestzero.config.nested import Config
 from requestzero.config.supported import check_supported
 from requestzero.environment.versions import require_supported_deepspeed
 
+if TYPE_CHECKING:
+    import torch
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader, Dataset
 
-def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """Build an engine whose steps apply exactly the sum of all requests of an update window (collective).
+    from requestzero.zero.engine import RequestZeROEngine
+    from requestzero.zero.stage12.optimizer import RequestZeROOptimizer
 
-    Takes the arguments of ``deepspeed.initialize`` and returns what it returns, ``(engine, optimizer, dataloader,
-    lr_scheduler)``; the engine is a :class:`~requestzero.zero.engine.RequestZeROEngine`. ``config`` may be a
-    dict, a path to a JSON or YAML file, or an OmegaConf object, and may set
-    ``zero_optimization.retain_gpu_grad_partition_until_step`` (bool or ``"auto"``, default false).
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | PathLike[str] | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | PathLike[str] | None = None,
+) -> tuple[RequestZeROEngine, RequestZeROOptimizer, DataLoader[Any] | None, Any]:
+    """Build an engine whose steps apply exactly the sum of all requests of an update window. Collective.
+
+    The arguments are those of ``deepspeed.initialize``, by the same names. ``engine.step()`` divides by nothing but
+    DeepSpeed's mean over data-parallel ranks unless it is given a divisor or a normalization.
+
+    Args:
+        args: an object whose ``deepspeed_config`` may name the configuration, and ``local_rank`` the device.
+        model: the module to train.
+        optimizer: an optimizer of the model's parameters, or a function that makes one of parameter groups; not given:
+            the one that the configuration names.
+        model_parameters: parameters or parameter groups to optimize, where the optimizer is made here.
+        training_data: a dataset, of which a loader is made.
+        lr_scheduler: a scheduler, or a function that makes one of the optimizer.
+        distributed_port: TCP port for joining the ranks where they are not joined yet.
+        mpu: a model-parallel unit.
+        dist_init_required: join the ranks; not given: where they are not joined yet.
+        collate_fn: of the loader that is made of ``training_data``.
+        config: the DeepSpeed configuration: a dict, an OmegaConf object, or the path of a JSON or YAML file. May also
+            hold this package's options, such as ``zero_optimization.retain_gpu_grad_partition_until_step``.
+        mesh_param: sizes of a device mesh, as in DeepSpeed.
+        config_params: another name of ``config``.
+
+    Returns:
+        The engine, its optimizer, the loader of ``training_data`` (``None`` without) and the scheduler.
 
     Raises:
         ImportError: the installed DeepSpeed is not supported.
-        ValueError: the configuration cannot be read, or asks for stage 0 or 3, ZenFlow, a pipeline module, DeepCompile
-            or the hybrid engine.
+        ValueError: the configuration was given in no argument or in several, cannot be read, or asks for stage 0 or 3,
+            ZenFlow, a pipeline module, DeepCompile or the hybrid engine.
+
+    Example::
+
+        engine, _, _, _ = requestzero.initialize(model=model, optimizer=optimizer, config="ds.yaml")
     """
     require_supported_deepspeed()
     import deepspeed
 
-    given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
-    config = _take_config(given)
-    options = take_engine_options(config)
-    check_supported(config, given.get("model"))
+    args, loaded = _take_config(args, config, config_params)
+    options = take_engine_options(loaded)
+    check_supported(loaded, model)
 
     from requestzero.zero.engine import RequestZeROEngine
     from requestzero.zero.patch import replaced
@@ -40,20 +85,33 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     engine_class = partial(RequestZeROEngine, options=options)
     with without_inference_operator(), replaced(deepspeed, "DeepSpeedEngine", engine_class):
-        return deepspeed.initialize(**given, config=config)
+        return deepspeed.initialize(  # type: ignore[return-value]
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=loaded,
+            mesh_param=mesh_param,
+        )
 
 
-def _take_config(given: dict[str, Any]) -> dict[str, Any]:
-    """Remove the configuration from the arguments, wherever it stands in them, and load it."""
-    sources = {name: given.pop(name, None) for name in ("config", "config_params")}
-    if getattr(given.get("args"), "deepspeed_config", None) is not None:
-        given["args"] = copy.copy(given["args"])
-        sources["args.deepspeed_config"] = given["args"].deepspeed_config
-        given["args"].deepspeed_config = None
+def _take_config(args: Any, config: Any, config_params: Any) -> tuple[Any, Config]:
+    """Return ``args`` without the configuration, and the configuration, loaded from where it was given."""
+    sources = {"config": config, "config_params": config_params}
+    if getattr(args, "deepspeed_config", None) is not None:
+        args = copy.copy(args)
+        sources["args.deepspeed_config"] = args.deepspeed_config
+        args.deepspeed_config = None
     found = {name: value for name, value in sources.items() if value is not None}
     if len(found) != 1:
         raise ValueError(
             f"The DeepSpeed configuration was given in {', '.join(found) or 'no argument'}: give it once, as config=."
         )
     name, value = found.popitem()
-    return load_config(value, name)
+    return args, load_config(value, name)

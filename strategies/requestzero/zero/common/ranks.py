@@ -51,7 +51,8 @@ class Ranks:
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` in place over data-parallel ranks, then over model-parallel ones. Collective."""
-        self.comm.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
+        if self.size > 1:
+            self.comm.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
         self._model_parallel_all_reduce(tensor=tensor, op=dist.ReduceOp.SUM)
 
     def read(self, tensor: torch.Tensor) -> list[float]:

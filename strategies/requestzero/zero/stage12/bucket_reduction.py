@@ -73,7 +73,7 @@ class BucketReduction:
             return values
         _divide(values, self._divisor)
         if self._in_place:
-            self._ranks.comm.all_reduce(values, group=self._ranks.group)
+            self._all_reduce(values)
         else:
             self._reduce_for_owners(values, entries)
         return values
@@ -83,8 +83,12 @@ class BucketReduction:
         before = self._divisor if self._options.divides_first else self._options.predivide_factor
         before = before if self._options.average else 1.0
         _divide(values, before)
-        self._ranks.comm.all_reduce(values, group=self._ranks.group)
+        self._all_reduce(values)
         _divide(values, self._divisor / before)
+
+    def _all_reduce(self, values: torch.Tensor) -> None:
+        if self._ranks.size > 1:
+            self._ranks.comm.all_reduce(values, group=self._ranks.group)
 
     def _reduce_for_owners(self, values: torch.Tensor, entries: Sequence[Entry]) -> None:
         """Sum what goes to the same ranks of the same process group by one collective each."""
