@@ -1,4 +1,4 @@
-"""What the loggers of every front end get of an update."""
+"""The metrics of an update that the loggers of every front end get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def logged_metrics(engine: RequestZeROEngine) -> dict[str, Any]:
-    """Counts until now and the gradient norm of the last update: numbers, without waiting for the device.
+    """Return counts until now and the gradient norm of the last update, without waiting for the device.
 
     ``overflow/skipped_updates`` and ``overflow/dropped_requests`` count from the start of the training,
     ``overflow/consecutive`` the skips since the last applied update; ``overflow/loss_scale`` is that of the next window
@@ -21,6 +21,6 @@ def logged_metrics(engine: RequestZeROEngine) -> dict[str, Any]:
         "overflow/skipped_updates": float(engine.skipped_updates),
         "overflow/consecutive": float(engine.consecutive_skips),
         "overflow/dropped_requests": float(engine.dropped_requests),
-        "overflow/loss_scale": engine.current_loss_scale,
+        "overflow/loss_scale": float(engine.current_loss_scale),
         **({} if norm is None else {"grad_norm": norm}),
     }

@@ -131,7 +131,7 @@ class CountingEngine(DeepSpeedEngine):
         if self.options.overflow.on_overflow == "raise":
             origin = "" if self.optimizer.origin is None else self.optimizer.origin.message
             policy.raise_on_all_ranks(policy.describe_overflow(skip, origin))
-        policy.tell_skip(skip, record, self.skipped_updates)
+        policy.log_skip(skip, record, self.skipped_updates)
         if self.optimizer.loss_scale_exhausted:
             policy.raise_on_all_ranks(policy.describe_scale_at_minimum(record))
         if limit is not None and record.consecutive >= limit:

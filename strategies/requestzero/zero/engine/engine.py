@@ -93,7 +93,7 @@ class RequestZeROEngine(AnnouncingEngine):
             dropped = self.optimizer.check_request()
             if dropped is not None:
                 self._skips.dropped_requests += 1
-                policy.tell_dropped(dropped, self.attempted_updates + 1)
+                policy.log_dropped(dropped, self.attempted_updates + 1)
 
     @override
     def zero_grad(self) -> None:  # type: ignore[override]  # as DeepSpeed's

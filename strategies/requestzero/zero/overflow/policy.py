@@ -1,4 +1,4 @@
-"""What is told of an update that was not applied, and when the run ends over it."""
+"""The policy for updates that are not applied: log lines, and errors that end the run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from requestzero.zero.overflow.history import SkippedUpdate, SkipRecord
 logger = logging.getLogger("requestzero")
 
 
-def tell_skip(skip: SkippedUpdate, record: SkipRecord, skipped: int) -> None:
-    """Warn once, on rank 0.
+def log_skip(skip: SkippedUpdate, record: SkipRecord, skipped: int) -> None:
+    """Log a skipped update as a warning, on rank 0.
 
     Args:
         skip: the update that was skipped just now.
@@ -31,8 +31,8 @@ def tell_skip(skip: SkippedUpdate, record: SkipRecord, skipped: int) -> None:
         )
 
 
-def tell_dropped(dropped: DroppedRequest, update: int) -> None:
-    """Warn once, on rank 0, that a request is not part of the update with this number."""
+def log_dropped(dropped: DroppedRequest, update: int) -> None:
+    """Log as a warning, on rank 0, that a request is not part of the update with this number."""
     if dist.get_rank() == 0:
         logger.warning(
             "Left request %r (%d micro-batches) out of update %d: with it the gradient is not finite (%s).",
@@ -51,7 +51,7 @@ def raise_on_all_ranks(message: str) -> None:
 
 
 def describe_overflow(skip: SkippedUpdate, origin: str) -> str:
-    """The message of ``on_overflow="raise"``."""
+    """Return the message of ``on_overflow="raise"``."""
     return (
         f"The gradient is not finite in {skip.describe()}, and overflow.on_overflow is 'raise'. {origin} Nothing was "
         "applied: weights and optimizer state are those before this window."
@@ -59,7 +59,7 @@ def describe_overflow(skip: SkippedUpdate, origin: str) -> str:
 
 
 def describe_skips_in_a_row(record: SkipRecord, allowed: int) -> str:
-    """The message of ``max_consecutive_skips``."""
+    """Return the message of ``max_consecutive_skips``."""
     skips = list(record.recent)[-record.consecutive :]
     earlier = f" (the last {len(skips)})" if len(skips) < record.consecutive else ""
     return (
@@ -71,7 +71,7 @@ def describe_skips_in_a_row(record: SkipRecord, allowed: int) -> str:
 
 
 def describe_scale_at_minimum(record: SkipRecord) -> str:
-    """The message for a dynamic loss scale that would have to fall below its minimum."""
+    """Return the message for a dynamic loss scale that would have to fall below its minimum."""
     return (
         f"The dynamic loss scale cannot fall any further: {record.recent[-1].describe()} is not finite with "
         f"fp16.min_loss_scale. {describe_scales(record)} The gradient itself is not finite, or min_loss_scale is too "
@@ -80,7 +80,7 @@ def describe_scale_at_minimum(record: SkipRecord) -> str:
 
 
 def describe_scales(record: SkipRecord, most: int = 10) -> str:
-    """The last changes of the loss scale, in words."""
+    """Return the last changes of the loss scale, in words."""
     scales = list(record.loss_scales)[-most:]
     changes = ", ".join(f"{scale:g} from update {attempted + 1} on" for attempted, scale in scales)
     return f"Loss scale: {changes}."

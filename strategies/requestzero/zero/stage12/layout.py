@@ -1,4 +1,4 @@
-"""The partitions of ZeRO 1 and 2: what of each parameter every rank owns, and where that lies in its partition.
+"""The partitions of ZeRO 1 and 2: the part of each parameter that every rank owns, and its place in the partition.
 
 A parameter group is flattened, padded and cut into one partition of equal size for each rank of its process group, so
 that a parameter may be split between ranks. Positions and sizes are in elements. A parameter's id is its position among
@@ -46,9 +46,9 @@ class GroupLayout:
     process_group: Any
     """The ranks that share the group: the data-parallel ranks, or those of an expert."""
     owned: Mapping[int, Place]
-    """What this rank owns, by parameter id, in the order of its partition."""
+    """This rank's parts of parameters, by parameter id, in the order of its partition."""
     shares: Mapping[int, Sequence[Share]]
-    """What every rank owns of each parameter, by parameter id, in the parameter's order."""
+    """All ranks' parts of each parameter, by parameter id, in the parameter's order."""
 
 
 class PartitionedParameters(Protocol):

@@ -32,7 +32,7 @@ class Accumulator(ABC):
 
     @property
     def places(self) -> Mapping[int, Place]:
-        """What of a reduced gradient goes into the sum, and where it lies there, by parameter id."""
+        """The part of each reduced gradient that goes into the sum, and its place there, by parameter id."""
         return self.group.owned
 
     def has_begun(self, param_id: int) -> bool:

@@ -21,7 +21,7 @@ from requestzero.zero.stage12.layout import GroupLayout, Parameter
 
 @dataclass(frozen=True)
 class SumOptions:
-    """What decides where sums are kept, and what accumulators need of their optimizer."""
+    """Options that decide where sums are kept, and functions of the optimizer that accumulators need."""
 
     offloads: bool
     """The optimizer step runs on the CPU."""

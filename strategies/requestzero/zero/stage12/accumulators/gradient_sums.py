@@ -16,7 +16,7 @@ from requestzero.zero.stage12.bucket_runs import Piece, runs_of
 
 
 class GradientSums:
-    """What this rank owns of the window's sum.
+    """This rank's part of the window's sum.
 
     Args:
         accumulators: by parameter group.

@@ -17,7 +17,7 @@ from requestzero.zero.stage12.layout import GroupLayout
 
 
 class OffloadAccumulator(Accumulator):
-    """What both kinds of sums under CPU offload have in common.
+    """Common part of both kinds of sums under CPU offload.
 
     Args:
         group, dtype, counts: see ``Accumulator``.

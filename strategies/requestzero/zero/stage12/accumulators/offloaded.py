@@ -44,7 +44,7 @@ class PartitionTraffic:
 
 
 class PartitionState(Enum):
-    """Where the sum of a group is."""
+    """The place of a group's sum."""
 
     EMPTY = "the window has no sum of this group yet"
     ON_HOST = "released: the host gradient alone holds the sum"
