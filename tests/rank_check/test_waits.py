@@ -13,8 +13,8 @@ from requestzero.errors import RankDisagreementError
 from requestzero.rank_check import rank_agreement
 from requestzero.rank_check.rank_report import RankReport
 from requestzero.rank_check.watch import Watch
-from requestzero.zero.stage12.bucket import Bucket
-from requestzero.zero.stage12.gradient_reduction import GradientReduction
+from requestzero.zero.stage_1_and_2.bucket import Bucket
+from requestzero.zero.stage_1_and_2.gradient_reduction import GradientReduction
 
 
 class Work:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from requestzero.zero.stage12.bucket_runs import Piece, runs_of
+from requestzero.zero.stage_1_and_2.bucket_runs import Piece, runs_of
 
 
 @st.composite

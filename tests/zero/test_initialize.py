@@ -19,7 +19,7 @@ from requestzero.config.merge import Source, merge
 from requestzero.config.overflow import overflow_to_config
 from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.translation import to_config
-from requestzero.zero.patch import replaced
+from requestzero.zero.patch import patched
 from support.engines import build
 from support.ranks import RankGroup
 from support.setup import Setup
@@ -265,9 +265,9 @@ def test_a_swap_does_not_nest() -> None:
     module = types.ModuleType("upstream")
     module.Class = dict  # type: ignore[attr-defined]
     with (
-        replaced(module, "Class", lambda: {}),
+        patched(module, "Class", lambda: {}),
         pytest.raises(RuntimeError, match=r"upstream\.Class is replaced already"),
-        replaced(module, "Class", lambda: {}),
+        patched(module, "Class", lambda: {}),
     ):
         raise AssertionError("unreachable")
     assert module.Class is dict

@@ -54,7 +54,7 @@ class HostTraffic(TorchDispatchMode):
 
 def free_memory(values: Iterable[int]) -> Any:
     """Let the device's free memory be the next of ``values`` whenever a rank asks."""
-    from requestzero.zero.stage12.accumulators import retention as free_memory
+    from requestzero.zero.stage_1_and_2.accumulators import retention as free_memory
 
     answers = iter(values)
     return patch.object(free_memory, "free_device_memory", lambda: next(answers))
@@ -158,7 +158,7 @@ class Memory:
 
 
 def test_what_counts_as_free() -> None:
-    from requestzero.zero.stage12.accumulators import retention as free_memory
+    from requestzero.zero.stage_1_and_2.accumulators import retention as free_memory
 
     def on_device(free: int) -> Any:
         return patch.object(free_memory, "get_accelerator", lambda: Memory(free))

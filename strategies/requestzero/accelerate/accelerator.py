@@ -115,7 +115,7 @@ class RequestZeROAccelerator(Accelerator):
         import deepspeed
 
         from requestzero.zero.engine import RequestZeROEngine
-        from requestzero.zero.patch import replaced
+        from requestzero.zero.patch import patched
 
         steps = self.gradient_state.num_steps
         config = plugin.deepspeed_config
@@ -127,7 +127,7 @@ class RequestZeROAccelerator(Accelerator):
                 engine_config(config, sizes, plugin.plan.clipping),
                 process_group(),
                 without_inference_operator(),
-                replaced(deepspeed, "DeepSpeedEngine", engine_class),
+                patched(deepspeed, "DeepSpeedEngine", engine_class),
             ):
                 return super()._prepare_deepspeed(*args)
         finally:

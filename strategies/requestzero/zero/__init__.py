@@ -4,6 +4,6 @@
 - ``common/``: parts that no ZeRO stage owns: the update window, the divisor, the loss scale and norm of a step,
 streams.
 - ``overflow/``: gradients that are not finite: history, policy, origin, rollback of a request.
-- ``stage12/``: ZeRO 1 and 2: the way of a gradient from its hook into the window's sum, and the thin subclass of
+- ``stage_1_and_2/``: ZeRO 1 and 2: the way of a gradient from its hook into the window's sum, and the thin subclass of
   DeepSpeed's optimizer whose methods delegate to these parts.
 """

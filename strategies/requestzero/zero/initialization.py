@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
 
     from requestzero.zero.engine import RequestZeROEngine
-    from requestzero.zero.stage12.optimizer import RequestZeROOptimizer
+    from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
 
 
 def initialize(
@@ -80,11 +80,11 @@ def initialize(
     check_supported(loaded, model)
 
     from requestzero.zero.engine import RequestZeROEngine
-    from requestzero.zero.patch import replaced
+    from requestzero.zero.patch import patched
     from requestzero.zero.process_group import without_inference_operator
 
     engine_class = partial(RequestZeROEngine, options=options)
-    with without_inference_operator(), replaced(deepspeed, "DeepSpeedEngine", engine_class):
+    with without_inference_operator(), patched(deepspeed, "DeepSpeedEngine", engine_class):
         return deepspeed.initialize(  # type: ignore[return-value]
             args=args,
             model=model,

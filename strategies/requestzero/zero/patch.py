@@ -11,7 +11,7 @@ _replaced: set[tuple[str, str]] = set()
 
 
 @contextmanager
-def replaced(module: ModuleType, name: str, replacement: Any) -> Iterator[None]:
+def patched(module: ModuleType, name: str, replacement: Any) -> Iterator[None]:
     """Let ``module.name`` be ``replacement`` while the block runs.
 
     # HACK: DeepSpeed looks its engine and optimizer classes, and its collectives, up by module-level name and offers no

@@ -12,8 +12,8 @@ from requestzero.zero.common.window import UpdateWindow
 from requestzero.zero.engine.former_methods import ReadoutFloat, ReadoutInt
 from requestzero.zero.overflow import policy
 from requestzero.zero.overflow.history import SkippedUpdate, SkipRecord
-from requestzero.zero.stage12.accumulators.offloaded import PartitionTraffic
-from requestzero.zero.stage12.optimizer import RequestZeROOptimizer
+from requestzero.zero.stage_1_and_2.accumulators.offloaded import PartitionTraffic
+from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
 
 
 class CountingEngine(DeepSpeedEngine):

@@ -22,9 +22,9 @@ from requestzero.zero.engine.announcements import AnnouncingEngine
 from requestzero.zero.engine.step_divisor import check_divisor
 from requestzero.zero.overflow import policy
 from requestzero.zero.overflow.history import SkipRecord
-from requestzero.zero.patch import replaced
-from requestzero.zero.stage12.optimizer import RequestZeROOptimizer
-from requestzero.zero.stage12.parts import WindowOptions
+from requestzero.zero.patch import patched
+from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
+from requestzero.zero.stage_1_and_2.parts import WindowOptions
 
 _SKIPS_IN_CHECKPOINT = "requestzero_skips"
 
@@ -322,7 +322,7 @@ class RequestZeROEngine(AnnouncingEngine):
         )
         self._choose_communication_dtype()
         wanted = partial(RequestZeROOptimizer, window_options=window_options)
-        with replaced(deepspeed_engine, "DeepSpeedZeroOptimizer", wanted):
+        with patched(deepspeed_engine, "DeepSpeedZeroOptimizer", wanted):
             built = super()._configure_zero_optimizer(optimizer)
         if options.overflow.check_grad_overflow is not None and not self.bfloat16_enabled():
             built.check_grad_overflow = options.overflow.check_grad_overflow or self.fp16_enabled()

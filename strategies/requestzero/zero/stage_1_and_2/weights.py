@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from requestzero.zero.stage12.layout import GroupLayout, Parameter
+from requestzero.zero.stage_1_and_2.layout import GroupLayout, Parameter
 
 
 def are_views_of(

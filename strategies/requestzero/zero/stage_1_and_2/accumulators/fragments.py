@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from requestzero.zero.stage12.accumulators.accumulator import Accumulator
+from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator
 
 
 class GradientFragments:

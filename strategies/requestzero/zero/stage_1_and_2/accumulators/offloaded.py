@@ -18,9 +18,9 @@ from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
 from requestzero.zero.common.streams import has_streams
-from requestzero.zero.stage12.accumulators.device import DevicePartition
-from requestzero.zero.stage12.accumulators.host import OffloadAccumulator
-from requestzero.zero.stage12.bucket_runs import Run
+from requestzero.zero.stage_1_and_2.accumulators.device import DevicePartition
+from requestzero.zero.stage_1_and_2.accumulators.host import OffloadAccumulator
+from requestzero.zero.stage_1_and_2.bucket_runs import Run
 
 
 @dataclass

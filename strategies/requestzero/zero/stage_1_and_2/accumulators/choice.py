@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from requestzero.zero.stage12.accumulators.accumulator import Accumulator, CountsInNorm
-from requestzero.zero.stage12.accumulators.device import DeviceAccumulator
-from requestzero.zero.stage12.accumulators.gradient_sums import GradientSums
-from requestzero.zero.stage12.accumulators.host import HostAccumulator
-from requestzero.zero.stage12.accumulators.host_copies import HostCopies
-from requestzero.zero.stage12.accumulators.muon import MuonAccumulator, Updates
-from requestzero.zero.stage12.accumulators.offloaded import OffloadedAccumulator, PartitionTraffic, PrefetchStream
-from requestzero.zero.stage12.accumulators.retention import Retention
-from requestzero.zero.stage12.layout import GroupLayout, Parameter
+from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator, CountsInNorm
+from requestzero.zero.stage_1_and_2.accumulators.device import DeviceAccumulator
+from requestzero.zero.stage_1_and_2.accumulators.gradient_sums import GradientSums
+from requestzero.zero.stage_1_and_2.accumulators.host import HostAccumulator
+from requestzero.zero.stage_1_and_2.accumulators.host_copies import HostCopies
+from requestzero.zero.stage_1_and_2.accumulators.muon import MuonAccumulator, Updates
+from requestzero.zero.stage_1_and_2.accumulators.offloaded import OffloadedAccumulator, PartitionTraffic, PrefetchStream
+from requestzero.zero.stage_1_and_2.accumulators.retention import Retention
+from requestzero.zero.stage_1_and_2.layout import GroupLayout, Parameter
 
 
 @dataclass(frozen=True)

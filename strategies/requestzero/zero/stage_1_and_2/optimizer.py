@@ -14,8 +14,8 @@ from requestzero.zero.common import life_cycle
 from requestzero.zero.common.scale import StepScale, unscale_and_clip
 from requestzero.zero.common.window import DroppedRequest, UpdateWindow
 from requestzero.zero.overflow.loss_scale import reduce_scale
-from requestzero.zero.stage12 import weights
-from requestzero.zero.stage12.parts import OptimizerParts, WindowOptions, build_parts, is_muon_group
+from requestzero.zero.stage_1_and_2 import weights
+from requestzero.zero.stage_1_and_2.parts import OptimizerParts, WindowOptions, build_parts, is_muon_group
 
 
 class RequestZeROOptimizer(DeepSpeedZeroOptimizer):

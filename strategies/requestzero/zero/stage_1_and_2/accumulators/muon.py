@@ -9,9 +9,9 @@ import torch
 from typing_extensions import override
 
 from requestzero.zero.common.norm import square_of, vector_norms
-from requestzero.zero.stage12.accumulators.accumulator import CountsInNorm
-from requestzero.zero.stage12.accumulators.device import DeviceAccumulator
-from requestzero.zero.stage12.layout import GroupLayout, Parameter, Place
+from requestzero.zero.stage_1_and_2.accumulators.accumulator import CountsInNorm
+from requestzero.zero.stage_1_and_2.accumulators.device import DeviceAccumulator
+from requestzero.zero.stage_1_and_2.layout import GroupLayout, Parameter, Place
 
 Updates = list[torch.Tensor]
 """Flat updates of the owned parts, and padding, together ``partition_size`` elements."""

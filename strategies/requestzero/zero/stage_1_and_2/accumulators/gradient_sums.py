@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from requestzero.zero.stage12.accumulators.accumulator import Accumulator
-from requestzero.zero.stage12.accumulators.host import HostAccumulator
-from requestzero.zero.stage12.accumulators.host_copies import HostCopies
-from requestzero.zero.stage12.accumulators.offloaded import OffloadedAccumulator, PartitionTraffic
-from requestzero.zero.stage12.accumulators.retention import Retention
-from requestzero.zero.stage12.bucket import Entry
-from requestzero.zero.stage12.bucket_runs import Piece, runs_of
+from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator
+from requestzero.zero.stage_1_and_2.accumulators.host import HostAccumulator
+from requestzero.zero.stage_1_and_2.accumulators.host_copies import HostCopies
+from requestzero.zero.stage_1_and_2.accumulators.offloaded import OffloadedAccumulator, PartitionTraffic
+from requestzero.zero.stage_1_and_2.accumulators.retention import Retention
+from requestzero.zero.stage_1_and_2.bucket import Entry
+from requestzero.zero.stage_1_and_2.bucket_runs import Piece, runs_of
 
 
 class GradientSums:

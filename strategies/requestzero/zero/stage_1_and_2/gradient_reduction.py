@@ -11,10 +11,10 @@ from deepspeed.accelerator import get_accelerator
 
 from requestzero.zero.common.ranks import Ranks
 from requestzero.zero.common.streams import current_stream, has_streams, keep_alive
-from requestzero.zero.stage12.bucket import Bucket, Entry
-from requestzero.zero.stage12.bucket_reduction import BucketReduction
-from requestzero.zero.stage12.layout import Parameter, PartitionLayout
-from requestzero.zero.stage12.local_gradients import LocalGradients
+from requestzero.zero.stage_1_and_2.bucket import Bucket, Entry
+from requestzero.zero.stage_1_and_2.bucket_reduction import BucketReduction
+from requestzero.zero.stage_1_and_2.layout import Parameter, PartitionLayout
+from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
 from requestzero.zero.common.norm import square_of, vector_norms
-from requestzero.zero.stage12.accumulators.accumulator import Accumulator, CountsInNorm
-from requestzero.zero.stage12.accumulators.host_copies import HostCopies
-from requestzero.zero.stage12.bucket_runs import Run
-from requestzero.zero.stage12.layout import GroupLayout
+from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator, CountsInNorm
+from requestzero.zero.stage_1_and_2.accumulators.host_copies import HostCopies
+from requestzero.zero.stage_1_and_2.bucket_runs import Run
+from requestzero.zero.stage_1_and_2.layout import GroupLayout
 
 
 class OffloadAccumulator(Accumulator):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from requestzero.zero.common.norm import square_of, vector_norm, vector_norms
-from requestzero.zero.stage12.bucket_runs import Run
-from requestzero.zero.stage12.layout import GroupLayout, Place
+from requestzero.zero.stage_1_and_2.bucket_runs import Run
+from requestzero.zero.stage_1_and_2.layout import GroupLayout, Place
 
 CountsInNorm = Callable[[int], bool]
 """Tells by a parameter's id whether this rank counts it in the norm; others count what is replicated."""

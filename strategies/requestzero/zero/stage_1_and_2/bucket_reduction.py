@@ -10,8 +10,8 @@ import torch
 from deepspeed import comm as dist
 
 from requestzero.zero.common.ranks import Ranks
-from requestzero.zero.stage12.bucket import Entry
-from requestzero.zero.stage12.layout import GroupLayout, Share
+from requestzero.zero.stage_1_and_2.bucket import Entry
+from requestzero.zero.stage_1_and_2.layout import GroupLayout, Share
 
 
 @dataclass(frozen=True)

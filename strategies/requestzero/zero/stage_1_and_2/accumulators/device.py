@@ -10,9 +10,9 @@ from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
 from requestzero.zero.common.streams import current_stream, record_event
-from requestzero.zero.stage12.accumulators.accumulator import Accumulator
-from requestzero.zero.stage12.accumulators.fragments import GradientFragments
-from requestzero.zero.stage12.bucket_runs import Run
+from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator
+from requestzero.zero.stage_1_and_2.accumulators.fragments import GradientFragments
+from requestzero.zero.stage_1_and_2.bucket_runs import Run
 
 
 class DevicePartition:

@@ -15,15 +15,15 @@ from requestzero.zero.common.ranks import Ranks
 from requestzero.zero.common.step_norm import StepNorm
 from requestzero.zero.overflow.origin import OverflowOrigin
 from requestzero.zero.overflow.rollback import RequestRollback
-from requestzero.zero.stage12.accumulators.choice import SumOptions, choose_sums
-from requestzero.zero.stage12.accumulators.fragments import GradientFragments
-from requestzero.zero.stage12.accumulators.gradient_sums import GradientSums
-from requestzero.zero.stage12.accumulators.muon import Updates
-from requestzero.zero.stage12.bucket import Bucket
-from requestzero.zero.stage12.bucket_reduction import BucketReduction, ReductionOptions
-from requestzero.zero.stage12.gradient_reduction import GradientReduction, ReductionSchedule
-from requestzero.zero.stage12.layout import PartitionLayout
-from requestzero.zero.stage12.local_gradients import LocalGradients
+from requestzero.zero.stage_1_and_2.accumulators.choice import SumOptions, choose_sums
+from requestzero.zero.stage_1_and_2.accumulators.fragments import GradientFragments
+from requestzero.zero.stage_1_and_2.accumulators.gradient_sums import GradientSums
+from requestzero.zero.stage_1_and_2.accumulators.muon import Updates
+from requestzero.zero.stage_1_and_2.bucket import Bucket
+from requestzero.zero.stage_1_and_2.bucket_reduction import BucketReduction, ReductionOptions
+from requestzero.zero.stage_1_and_2.gradient_reduction import GradientReduction, ReductionSchedule
+from requestzero.zero.stage_1_and_2.layout import PartitionLayout
+from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
 
 
 @dataclass(frozen=True)
