@@ -38,7 +38,10 @@ def test_every_front_end_has_all_overflow_options() -> None:
     assert all(option.front_ends == frozenset(FrontEnd) for option in OVERFLOW.values())
 
 
-@pytest.mark.parametrize("option", [option for owner in OWNERS for option in options_of(owner).values()], ids=str)
+EVERY = [option for owner in OWNERS for option in options_of(owner).values()]
+
+
+@pytest.mark.parametrize("option", EVERY, ids=lambda option: option.path)
 def test_engine(option: Option) -> None:
     """A DeepSpeed config takes the key of an option that has one, and no key by its name."""
     for key in option.keys:
