@@ -23,7 +23,7 @@ class PaddedCollate:
     """
 
     pad_id: int = 0
-    """Token in the place of padding, which is neither attended to nor trained on."""
+    """Token id of padding, which is neither attended to nor trained on."""
     layout: ClassVar[str] = "padded"
 
     def __call__(self, texts: Sequence[Text]) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ class PaddedCollate:
 
 @dataclass(frozen=True)
 class PackedCollate:
-    """All texts in one row, with what tells attention where they begin; the names are those of transformers.
+    """All texts in one row, with the tensors that tell attention where each begins, by their names in transformers.
 
     ``input_ids``, ``labels``, ``position_ids``: ``[1, tokens]`` int64, positions from 0 in each text.
     ``cu_seq_lens_q``, ``cu_seq_lens_k``: ``[texts + 1]`` int32, where texts begin, and the end of the last.
@@ -48,8 +48,8 @@ class PackedCollate:
     predicted from the text before.
 
     There is no attention mask. transformers 5 keeps texts apart by ``position_ids`` (eager, sdpa, flex) or the
-    cumulative lengths (flash attention); a model that ignores them attends across texts:
-    :func:`~requestzero.data.packing.check_texts_stay_apart` finds out.
+    cumulative lengths (flash attention). A model that ignores both attends across texts, which
+    :func:`~requestzero.data.packing.check_texts_stay_apart` detects.
     """
 
     layout: ClassVar[str] = "packed"
@@ -72,7 +72,7 @@ class PackedCollate:
 
 
 def _read(texts: Sequence[Text]) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids and labels of each text.
+    """Return the token ids and the labels of each text.
 
     Raises:
         TypeError: a text is not a mapping with ``"input_ids"``.

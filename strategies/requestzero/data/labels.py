@@ -1,4 +1,4 @@
-"""Labels that training leaves out, in inputs that are mappings with ``"labels"`` (Hugging Face's form)."""
+"""Labels that the loss ignores, in inputs that are mappings with ``"labels"`` (Hugging Face's form)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 IGNORED_LABEL = -100
-"""The label that cross entropy leaves out (torch's and Hugging Face's ``ignore_index``)."""
+"""The label that cross entropy ignores (torch's and Hugging Face's ``ignore_index``)."""
 
 
 def mask_labels(inputs: Any) -> Any:
-    """A copy of ``inputs`` in which every label is ``-100``: the default filler of ``RequestLoader``.
+    """Return a copy of ``inputs`` in which every label is ``-100``: the default filler of the loaders.
 
     The model runs as usual, over every parameter. Its loss is exactly zero, with gradients of exactly zero,
     where it is the sum over the trained tokens divided by ``max(1, their number)``; a plain mean is 0/0 here.
+
+    Args:
+        inputs: a mapping whose ``"labels"`` are an integer tensor of any shape.
+
+    Returns:
+        A new mapping with the same values but for ``"labels"``, a new tensor of their shape and dtype.
 
     Raises:
         TypeError: ``inputs`` is not a mapping with ``"labels"``.
@@ -29,5 +35,5 @@ def mask_labels(inputs: Any) -> Any:
 
 
 def count_trained(inputs: Any) -> float:
-    """Number of labels in ``inputs["labels"]`` that are trained on (not ``-100``)."""
+    """Return the number of labels in ``inputs["labels"]`` that are trained on (not ``-100``)."""
     return float((inputs["labels"] != IGNORED_LABEL).sum())

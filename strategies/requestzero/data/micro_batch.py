@@ -1,4 +1,4 @@
-"""What a loader yields to say where requests and update windows end."""
+"""A micro-batch with the marks that say where its request and its update window end."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ class MicroBatch:
 
     The training loop unwraps it: the model, its hooks and callbacks see ``inputs`` only. Every data-parallel
     rank must yield the same sequence of ``request_end`` and ``window_end`` values.
+
+    Raises:
+        ValueError: ``window_end`` without ``request_end``, or a weight that is no finite number of at least 0.
     """
 
     inputs: Any
-    """What the model's training step receives as its batch."""
+    """The batch that the model's training step receives."""
     request_end: bool = True
-    """Whether this is the last micro-batch of its request; its gradients are complete after it."""
+    """True for the last micro-batch of its request, whose gradients are complete after it."""
     window_end: bool | None = None
-    """Whether the optimizer steps after this micro-batch. ``None``: the training loop counts requests instead
-    (``accumulate_grad_batches`` of them make a window). A loader sets it always or never."""
+    """True where the optimizer steps after this micro-batch. ``None``: the training loop counts requests instead
+    (``accumulate_grad_batches`` of them make a window). A loader sets it on all micro-batches or on none."""
     weight: Any = None
     """Weight of this micro-batch in the window's mean, such as its number of trainable tokens: a finite number of at
     least 0, or a tensor that holds one. Needed with ``normalization="token"``, where the loss is a sum over what it

@@ -1,4 +1,4 @@
-"""What the loaders of micro-batches have in common: ranks, and passes that are epochs and keep their place."""
+"""The base class of loaders of micro-batches: ranks, passes that are epochs, and positions to resume from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from requestzero.data.ranks import check_ranks, distributed_ranks
 
 @dataclass(frozen=True)
 class Cursor:
-    """What was handed out of an epoch; loaders add what is done of it, with defaults for its start."""
+    """Position in an epoch; loaders add fields for what they have yielded of it, with defaults for its start."""
 
     epoch: int = 0
 
@@ -22,7 +22,7 @@ C = TypeVar("C", bound=Cursor)
 
 
 class MicroBatchLoader(ABC, Generic[C]):
-    """Iterates over one epoch of requests as :class:`~requestzero.MicroBatch`, the same number on every rank.
+    """Base class of loaders that yield :class:`~requestzero.MicroBatch`, equally many on every rank.
 
     Each pass over the loader is an epoch: passes count up from epoch 0, or :meth:`set_epoch` chooses. One pass at a
     time. Lightning saves and restores the loader with its checkpoints through :meth:`state_dict`, and leaves it as
@@ -33,7 +33,7 @@ class MicroBatchLoader(ABC, Generic[C]):
     def __init__(self, start: C, rank: int | None, world_size: int | None) -> None:
         self._given_ranks = check_ranks(type(self).__name__, rank, world_size)
         self._cursor: C = start
-        # Whether the next pass starts at the cursor, and not at the start of the epoch after it.
+        # True while the next pass starts at the cursor, and not at the start of the epoch after it.
         self._placed = True
 
     @property
@@ -47,13 +47,13 @@ class MicroBatchLoader(ABC, Generic[C]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next pass at the start of ``epoch``, or where :meth:`load_state_dict` left off in it."""
+        """Start the next pass at the start of ``epoch``, or at the position of :meth:`load_state_dict` in it."""
         if not self._placed or epoch != self._cursor.epoch:
             self._place(type(self._cursor)(epoch))
 
     @abstractmethod
     def __len__(self) -> int:
-        """Micro-batches per epoch and rank; the same on every rank and in every epoch."""
+        """Return the micro-batches per epoch and rank; the same on every rank and in every epoch."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
         # A generator, so that the cursor is read after Lightning's set_epoch, which follows its iter().
@@ -64,10 +64,13 @@ class MicroBatchLoader(ABC, Generic[C]):
 
     @abstractmethod
     def _rest_of_epoch(self) -> Iterator[MicroBatch]:
-        """What comes after the cursor, which is moved before each micro-batch is yielded."""
+        """Yield the micro-batches after the cursor, which is moved before each of them is yielded."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass stands, the micro-batch last yielded counted as done. The same on every rank."""
+        """Return the position of the pass, with the micro-batch last yielded counted as done.
+
+        Plain values, the same on every rank. Not collective.
+        """
         return {**asdict(self._cursor), "split": self._split(), "data": self._fingerprint}
 
     @abstractmethod
@@ -76,15 +79,15 @@ class MicroBatchLoader(ABC, Generic[C]):
 
     @abstractmethod
     def _split(self) -> dict[str, Any]:
-        """What decides who runs what, beside the requests."""
+        """Return everything beside the requests that decides which rank runs what."""
 
     @property
     @abstractmethod
     def _fingerprint(self) -> str:
-        """Differs where the order of requests would, and between kinds of loaders."""
+        """Digest that differs where the order of requests would, and between kinds of loaders."""
 
     def _check_data(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError where the order of requests is another one than that of ``state_dict``."""
+        """Raise ValueError where the order of requests is another one than that of ``state_dict``."""
         if state_dict.get("data") != self._fingerprint:
             raise ValueError(
                 "The loader's state was saved by another kind of loader, or with other requests, another seed or "

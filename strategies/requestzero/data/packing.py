@@ -1,4 +1,4 @@
-"""Whether a model keeps packed texts apart."""
+"""A check that a model keeps packed texts apart."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from requestzero.data.collate import PackedCollate
 
 @torch.no_grad()
 def check_texts_stay_apart(model: Any, device: torch.device | str = "cpu", tolerance: float = 1e-2) -> None:
-    """Run the model on two packed texts, twice with another first one: the second one's logits may not change.
+    """Check that a text's logits do not depend on the text that is packed before it.
 
-    Three forward passes of a few tokens, in evaluation mode; the random state is left alone. The logits of a text
-    that is alone must be the same too, which a model that goes on counting positions fails.
+    Three forward passes of a few tokens, in evaluation mode; the random state is left alone. The logits must also be
+    those of the text alone, which a model that goes on counting positions fails. Not collective.
 
     Args:
         model: called with what :class:`~requestzero.data.collate.PackedCollate` makes, without the labels; returns an
@@ -24,7 +24,7 @@ def check_texts_stay_apart(model: Any, device: torch.device | str = "cpu", toler
         tolerance: largest difference of logits, relative to the largest logit, that counts as rounding.
 
     Raises:
-        ValueError: it attends across texts.
+        ValueError: the model attends across texts.
     """
     was_training = model.training
     model.eval()

@@ -19,12 +19,12 @@ class PlannedDataset:
     requests: Sequence[Sequence[Any]]
     collate: Callable[[list[Any]], Any]
     filler: Callable[[Any], Any]
-    """Makes collated inputs lose nothing."""
+    """Turns collated inputs into inputs with a loss of exactly zero."""
     weight: Callable[[Any], float]
     truncate: Callable[[Any, int], Any]
-    """The first so many tokens of an item."""
+    """``truncate(item, tokens)`` returns the first ``tokens`` tokens of an item."""
     tokens: int
-    """Length of truncated items."""
+    """Length of truncated items, in tokens."""
 
     def __getitem__(self, plan: MicroBatchPlan) -> tuple[Any, float]:
         items = self.requests[plan.request]
@@ -37,12 +37,12 @@ class PlannedDataset:
 
 
 def count_tokens(item: Any) -> int:
-    """Length of ``item["input_ids"]`` where it is a mapping, else of the item itself."""
+    """Return the length of ``item["input_ids"]`` where the item is a mapping, else of the item itself."""
     return len(item["input_ids"]) if isinstance(item, Mapping) else len(item)
 
 
 def truncate_item(item: Any, tokens: int) -> Any:
-    """The first ``tokens`` of every value where the item is a mapping, else of the item itself."""
+    """Return the first ``tokens`` of every value where the item is a mapping, else of the item itself."""
     if isinstance(item, Mapping):
         return {name: value[:tokens] for name, value in item.items()}
     return item[:tokens]

@@ -30,7 +30,7 @@ _OWN = {
     "persistent_workers",
 }
 _SAMPLES = 1000
-"""Requests that a state's fingerprint looks at, at most."""
+"""Maximum number of requests that a state's fingerprint includes."""
 
 PerRequest = Callable[[int], Sequence[int]] | Sequence[Sequence[int]]
 """Numbers of each text of a request: ``f(index)`` or ``f[index]``."""
@@ -38,30 +38,31 @@ PerRequest = Callable[[int], Sequence[int]] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class _Cursor(Cursor):
-    """What was handed out: whole windows of an epoch, and micro-batches of the window after them."""
+    """Position: whole windows of an epoch that were yielded, and micro-batches of the window after them."""
 
     place: int = 0
-    """Requests of the epoch's order before the window."""
+    """Place of the window's first request in the epoch's order."""
     micro_batches: int = 0
 
 
 @dataclass(frozen=True)
 class _Handed:
-    """A planned micro-batch, and where the loader stands behind it."""
+    """A planned micro-batch, and the loader's position after it."""
 
     plan: MicroBatchPlan
     cursor: _Cursor
     statistics: PlanStatistics | None
-    """Of the window that it ends."""
+    """Of the window that it ends; ``None`` where it ends none."""
 
 
 class PlannedLoader(MicroBatchLoader[_Cursor]):
-    """Iterates over one epoch of requests as :class:`~requestzero.MicroBatch`, planned from their lengths.
+    """Loader that cuts requests into micro-batches under a token budget, balanced over the ranks in each update window.
 
-    Every request is shared by all data-parallel ranks in as few micro-batches as its token budget allows, the same
-    number on every rank, and the ranks carry equal loads over each update window as far as its texts allow (see
-    ``requestzero.planning``). Where a request has fewer texts than there are micro-batches, the others are fillers:
-    its shortest text, made to have a loss of exactly zero (see ``filler``), with ``weight=0.0``.
+    It yields :class:`~requestzero.MicroBatch`. Every request is shared by all data-parallel ranks in as few
+    micro-batches as the token budget allows, the same number on every rank, and the ranks' loads over an update window
+    are as even as its texts allow (see :mod:`requestzero.planning`). Where a request has fewer texts than there are
+    micro-batches, the others are fillers: its shortest text, made to have a loss of exactly zero (see ``filler``), with
+    ``weight=0.0``.
 
     Order and plan follow from ``(seed, epoch)`` and the number of ranks, so all ranks plan the same; there is no
     communication. One window is planned at a time: the memory does not grow with the dataset.
@@ -72,20 +73,20 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
             :class:`~requestzero.data.collate.PaddedCollate` or :class:`~requestzero.data.collate.PackedCollate`.
         tokens_per_micro_batch: tokens that a micro-batch may make the model compute: with ``layout="padded"`` its
             rows times the longest, with ``"packed"`` their sum.
-        max_sequences: texts per rank and micro-batch at most, too.
-        layout: what ``collate`` makes: ``"padded"`` or ``"packed"``. By default what ``collate.layout`` says; padded
-            where it says nothing, which never makes a packed micro-batch too large.
-        cost: what ranks are balanced by: the cost of a text of so many tokens, above 0 and rising; by default its
+        max_sequences: maximum number of texts per rank and micro-batch, in addition to the token budget.
+        layout: layout of what ``collate`` returns: ``"padded"`` or ``"packed"``. By default ``collate.layout``, or
+            padded where there is none, which never makes a packed micro-batch too large.
+        cost: cost of a text of so many tokens, above 0 and rising, by which the ranks are balanced; by default its
             tokens.
-        lengths: tokens of each text of request ``i``: ``lengths(i)`` or ``lengths[i]``. By default the texts are
-            looked at: ``len(text["input_ids"])`` of a mapping, else ``len(text)``.
+        lengths: tokens of each text of request ``i``: ``lengths(i)`` or ``lengths[i]``. By default
+            ``len(text["input_ids"])`` where a text is a mapping, else ``len(text)``.
         trainable: tokens of each text that are trained on, in the same form, so that requests without any are found.
-        ids: a unique name (``str`` or ``int``) for each request; by default its index. They are compared once, when
-            the loader is made, which takes 8 bytes for each while it lasts; names by default need no comparison.
+        ids: a unique name (``str`` or ``int``) for each request; by default its index. Given names are compared once,
+            when the loader is made, which takes 8 bytes for each meanwhile.
         requests_per_update: a window is so many requests, and its end is marked.
-        tokens_per_update: a window ends with the request that makes it so many tokens, over all ranks. Without
-            either, the training loop counts requests, and each is balanced by itself. What is left over at an
-            epoch's end stays an open window, which the training loop steps or drops.
+        tokens_per_update: a window ends with the request that completes so many tokens, over all ranks. Without
+            either, the training loop counts requests, and each is balanced by itself. Requests left over at an
+            epoch's end stay an open window, which the training loop steps or drops.
         on_long_text: a text beyond ``tokens_per_micro_batch``: ``"error"``, ``"truncate"`` (its first tokens),
             ``"own_micro_batch"`` (alone, beyond the budget) or ``"skip"`` (the text).
         on_empty_request: a request without texts, or a text without tokens: ``"error"`` or ``"skip"``.
@@ -93,11 +94,11 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
         on_duplicate_id: a name for the second time: ``"error"`` or ``"skip"`` (the later request).
         filler: turns ``collate([text])`` into inputs with a loss of exactly zero.
         weight: of a micro-batch, from its inputs; by default the number of labels that are trained on.
-        truncate: ``truncate(text, tokens)`` is the beginning of a text; by default slices it, or each value of a
-            mapping.
-        naive_sequences: fixed number per rank and micro-batch that :attr:`statistics` compares with; by default
-            ``max_sequences``, or as many as make the planned number of micro-batches.
-        shuffle: whether requests are shuffled in each epoch.
+        truncate: ``truncate(text, tokens)`` returns the first ``tokens`` tokens of a text; by default it slices the
+            text, or each value of a mapping.
+        naive_sequences: fixed number of texts per rank and micro-batch with which :attr:`statistics` compare the plan;
+            by default ``max_sequences``, or as many as make the planned number of micro-batches.
+        shuffle: shuffle the requests in each epoch.
         seed: chooses the order.
         rank: data-parallel rank. Without ``rank`` and ``world_size``, ``torch.distributed`` is asked when they are
             needed (rank 0 of 1 where it is not initialized).
@@ -159,11 +160,11 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
         self.dataset = PlannedDataset(requests, collate, filler, weight, truncate, tokens_per_micro_batch)
         self.data_loader_options = data_loader_options
         self.statistics = PlanStatistics()
-        """Sums over the windows that were handed out completely, and over the run that a state was loaded from."""
+        """Sums over the windows that were yielded completely, in the run that a state was loaded from too."""
         self._length: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Micro-batches per epoch and rank; the same on every rank and in every epoch.
+        """Return the micro-batches per epoch and rank; the same on every rank and in every epoch.
 
         The first call for a number of ranks plans every request once, which takes as long as planning an epoch.
 
@@ -193,9 +194,12 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
     def _plans(
         self, handed: deque[_Handed], left_over: list[tuple[_Cursor, PlanStatistics]]
     ) -> Iterator[MicroBatchPlan]:
-        """This rank's plans from the cursor on; each is noted in ``handed``, since workers run ahead.
+        """Yield this rank's plans from the cursor on.
 
-        In ``left_over``: the epoch's end and the last window, where only skipped requests were left for it.
+        Args:
+            handed: gets each plan with the position after it, since worker processes run ahead of the loader.
+            left_over: gets the epoch's end and the last window's statistics where that window has skipped requests
+                only.
         """
         rank, world_size = self._ranks()
         epoch, place, done = self._cursor.epoch, self._cursor.place, self._cursor.micro_batches
@@ -212,20 +216,23 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
             place, done = window.next_place, 0
 
     def _loaded(self, plans: Iterator[MicroBatchPlan]) -> Iterator[tuple[Any, float]]:
-        """Inputs and weights of ``plans``, in their order."""
+        """Yield inputs and weights of ``plans``, in their order."""
         if not self.data_loader_options:
             yield from map(self.dataset.__getitem__, plans)
             return
         import torch
         from torch.utils.data import DataLoader
 
-        # A generator of its own: drawing the workers' seeds would move the training's random numbers.
+        # A generator of its own: drawing the workers' seeds would change the training's random numbers.
         generator = torch.Generator().manual_seed(self.epoch)
         options = {**self.data_loader_options, "generator": generator}
         yield from DataLoader(self.dataset, sampler=plans, batch_size=None, **options)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass stands, the micro-batch last yielded counted as done. The same on every rank."""
+        """Return the position of the pass and its statistics, with the micro-batch last yielded counted as done.
+
+        Plain values, the same on every rank. Not collective.
+        """
         return {**super().state_dict(), "statistics": self.statistics.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -251,7 +258,7 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
         self.statistics = PlanStatistics.from_state(state_dict["statistics"])
 
     def _split(self) -> dict[str, Any]:
-        """What a window's plan depends on, beside its requests."""
+        """Return everything beside its requests that a window's plan depends on."""
         budget, windows, policy = self.planner.budget, self.planner.windows, self.planner.policy
         return {
             "world_size": self._ranks()[1],
@@ -266,7 +273,7 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Differs where the order of requests would; of names and lengths, up to 1,000 requests are looked at."""
+        """Digest that differs where the order of requests would; it samples names and lengths of up to 1,000."""
         size = len(self.requests)
         digest = hashlib.sha256(repr((size, self.planner.seed if self.planner.shuffle else "in order")).encode())
         for index in range(0, size, -(-size // _SAMPLES)):
@@ -301,7 +308,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _check_ids(ids: Sequence[str | int], size: int, on_duplicate_id: str) -> frozenset[int]:
-    """Indices of requests that are left out since their id was there before."""
+    """Return the indices of requests that are left out since an earlier one has their id."""
     check("on_duplicate_id", on_duplicate_id, ON_BAD_REQUEST)
     if size == 0:
         raise ValueError("PlannedLoader got no requests: give a dataset with at least one.")

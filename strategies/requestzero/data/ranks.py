@@ -1,4 +1,4 @@
-"""The data-parallel rank that a loader works for."""
+"""The data-parallel rank of a loader."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from requestzero.config.validation import check_count
 
 
 def check_ranks(owner: str, rank: int | None, world_size: int | None) -> tuple[int, int] | None:
-    """``(rank, world_size)`` as given, or ``None`` where neither is.
+    """Return ``(rank, world_size)`` as given, or ``None`` where neither is.
+
+    Args:
+        owner: the class that has the arguments, for messages.
+        rank: data-parallel rank, from 0.
+        world_size: number of data-parallel ranks.
 
     Raises:
         ValueError: one without the other, or out of range.
@@ -23,7 +28,7 @@ def check_ranks(owner: str, rank: int | None, world_size: int | None) -> tuple[i
 
 
 def distributed_ranks() -> tuple[int, int]:
-    """``(rank, world_size)`` of ``torch.distributed``; rank 0 of 1 where it is not initialized."""
+    """Return ``(rank, world_size)`` of ``torch.distributed``; rank 0 of 1 where it is not initialized."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

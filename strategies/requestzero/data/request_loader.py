@@ -1,4 +1,4 @@
-"""A dataset of requests of uneven length as a stream of micro-batches, equally many on every rank."""
+"""A loader that deals out the items of each request to the data-parallel ranks, equally many micro-batches on each."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from requestzero.data.request_split import count_micro_batches, split_request
 
 @dataclass(frozen=True)
 class _Cursor(Cursor):
-    """What was handed out: whole requests of an epoch, and micro-batches of the request after them."""
+    """Position: whole requests of an epoch that were yielded, and micro-batches of the request after them."""
 
     requests: int = 0
     micro_batches: int = 0
 
 
 class RequestLoader(MicroBatchLoader[_Cursor]):
-    """Iterates over one epoch of requests as :class:`~requestzero.MicroBatch`, with request ends marked.
+    """Loader that yields requests as :class:`~requestzero.MicroBatch`, with the ends of requests marked.
 
     The items of a request are shared by all data-parallel ranks: in each micro-batch up to
     ``micro_batch_size`` of them go to each rank, in the request's order, dealt out one by one. Every rank
@@ -42,7 +42,7 @@ class RequestLoader(MicroBatchLoader[_Cursor]):
         requests: The dataset. ``requests[i]`` is a sequence of one or more items; an item is whatever
             ``collate`` takes, such as a tokenized sequence.
         collate: Turns a list of 1 to ``micro_batch_size`` items into the model's inputs.
-        micro_batch_size: Items per rank and micro-batch, at most.
+        micro_batch_size: Maximum number of items per rank and micro-batch.
         ids: A unique name (``str`` or ``int``) for each request; by default its position.
         filler: Turns ``collate([item])`` into inputs with a loss of exactly zero; by default
             :func:`~requestzero.data.labels.mask_labels` sets all labels to -100.
@@ -51,7 +51,7 @@ class RequestLoader(MicroBatchLoader[_Cursor]):
         requests_per_update: Also mark the end of every update window, of so many requests. ``None`` leaves
             that to the training loop. Requests left over at an epoch's end stay an open window, which the
             training loop steps or drops.
-        shuffle: Whether requests are shuffled in each epoch; items never are.
+        shuffle: Shuffle the requests in each epoch; items never are.
         seed: Chooses the order.
         rank: Data-parallel rank. Without ``rank`` and ``world_size``, ``torch.distributed`` is asked when
             they are needed (rank 0 of 1 where it is not initialized).
@@ -93,7 +93,7 @@ class RequestLoader(MicroBatchLoader[_Cursor]):
         _check_requests(self._lengths, self.ids)
 
     def __len__(self) -> int:
-        """Micro-batches per epoch and rank; the same on every rank and in every epoch."""
+        """Return the micro-batches per epoch and rank; the same on every rank and in every epoch."""
         _, world_size = self._ranks()
         return sum(count_micro_batches(items, world_size, self.micro_batch_size) for items in self._lengths)
 
@@ -120,7 +120,7 @@ class RequestLoader(MicroBatchLoader[_Cursor]):
         self._place(cursor)
 
     def _request(self, index: int, place: int) -> Iterator[MicroBatch]:
-        """What is left of request ``index``, the ``place``-th of the epoch."""
+        """Yield the rest of request ``index``, the ``place``-th of the epoch."""
         items = self.requests[index]
         if len(items) != self._lengths[index]:
             raise ValueError(
@@ -156,7 +156,7 @@ class RequestLoader(MicroBatchLoader[_Cursor]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Differs where the order of requests, their names or their lengths would."""
+        """Digest that differs where the order of requests, their names or their lengths do."""
         digest = hashlib.sha256(repr(self.seed if self.shuffle else "in order").encode())
         for name, items in zip(self.ids, self._lengths, strict=True):
             digest.update(f"{name!r} {items}\n".encode())

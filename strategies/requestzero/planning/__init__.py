@@ -1,6 +1,6 @@
-"""Which sequences of which request every data-parallel rank runs, and when: pure functions of lengths.
+"""Plans of the sequences that every data-parallel rank runs, and in which order: pure functions of lengths.
 
-Nothing here imports torch or communicates: every rank plans the same and takes its own share.
+Nothing here imports torch or communicates: every rank makes the same plan and runs its own share.
 """
 
 from requestzero.planning.bad_requests import BadRequestPolicy

@@ -1,4 +1,4 @@
-"""Requests that cannot be trained on as they are: an error that names them, or what the user has chosen instead."""
+"""Requests that cannot be trained on as they are: an error names them, unless the user has chosen otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ON_BAD_REQUEST = Choice(("error", "skip"), quoted=False)
 
 @dataclass(frozen=True)
 class BadRequestPolicy:
-    """What happens to bad requests and texts; what is left out is counted.
+    """Treatment of bad requests and texts. Those that are left out are counted.
 
     Raises:
         ValueError: an unknown choice.
@@ -35,28 +35,29 @@ class BadRequestPolicy:
 
 @dataclass
 class UsableRequest:
-    """What is left of a request, and what was done to it."""
+    """The texts of a request that are trained on."""
 
     positions: list[int] = field(default_factory=list)
-    """Places of its texts in the request."""
+    """Their positions in the request."""
     lengths: list[int] = field(default_factory=list)
     """Tokens of each."""
     truncated: set[int] = field(default_factory=set)
-    """Those positions whose text is cut to the budget."""
+    """Positions of texts that are cut to the budget."""
     skipped_texts: int = 0
+    """Number of texts that are left out."""
 
 
 def usable(
     name: str | int, lengths: Sequence[int], trainable: Sequence[int] | None, tokens: int, policy: BadRequestPolicy
 ) -> UsableRequest:
-    """The texts of a request that are trained on; none where the whole request is left out.
+    """Return the texts of a request that are trained on; none where the whole request is left out.
 
     Args:
-        name: of the request, for messages.
+        name: name of the request, for messages.
         lengths: tokens of each of its texts.
         trainable: tokens to train on of each text, if known.
-        tokens: budget of a micro-batch.
-        policy: what to do about bad ones.
+        tokens: token budget of a micro-batch.
+        policy: treatment of bad requests and texts.
 
     Raises:
         ValueError: the request is bad and ``policy`` says ``"error"``.
@@ -67,7 +68,7 @@ def usable(
         )
     request = UsableRequest()
     for position, length in enumerate(lengths):
-        _take(request, name, position, length, tokens, policy)
+        _add_text(request, name, position, length, tokens, policy)
     if request.positions and trainable is not None and not any(trainable[p] for p in request.positions):
         if policy.on_untrainable_request == "error":
             raise ValueError(
@@ -78,7 +79,7 @@ def usable(
     return request
 
 
-def _take(
+def _add_text(
     request: UsableRequest, name: str | int, position: int, length: int, tokens: int, policy: BadRequestPolicy
 ) -> None:
     if length < 1:

@@ -1,4 +1,4 @@
-"""How much one micro-batch may hold, and what it costs."""
+"""Limits of a micro-batch, and its cost."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Budget:
     """
 
     tokens: int
-    """Tokens that the model computes at most: ``padded``, rows times the longest; ``packed``, the sum."""
+    """Maximum number of tokens that the model computes: ``padded``, rows times the longest; ``packed``, their sum."""
     sequences: int | None = None
-    """Sequences at most; ``None``: as many as the tokens allow."""
+    """Maximum number of sequences; ``None``: as many as the tokens allow."""
     layout: str = "packed"
     """``"padded"`` or ``"packed"``."""
     cost: Callable[[int], float] | None = None
-    """What ranks are balanced by: the cost of a row of so many tokens, above 0 and rising. ``None``: its tokens.
-    Attention grows faster than linearly: ``lambda n: n + n * n / 8192``, say."""
+    """Cost of a row of so many tokens, above 0 and rising, by which the ranks are balanced. ``None``: its tokens.
+    Attention grows faster than linearly; an example is ``lambda n: n + n * n / 8192``."""
 
     def __post_init__(self) -> None:
         check_count("tokens_per_micro_batch", self.tokens)
@@ -35,19 +35,19 @@ class Budget:
         check("layout", self.layout, Choice(LAYOUTS, quoted=False))
 
     def row_cost(self, length: int) -> float:
-        """Cost of one row of ``length`` tokens."""
+        """Return the cost of one row of ``length`` tokens."""
         return length if self.cost is None else self.cost(length)
 
     def load(self, lengths: Sequence[int]) -> float:
-        """Cost of a micro-batch of these sequences."""
+        """Return the cost of a micro-batch of sequences of these lengths."""
         if self.layout == "padded":
             return len(lengths) * self.row_cost(max(lengths))
         return sum(map(self.row_cost, lengths))
 
     def computed(self, lengths: Sequence[int]) -> int:
-        """Tokens that the model computes for these sequences, padding included."""
+        """Return the tokens that the model computes for sequences of these lengths, padding included."""
         return len(lengths) * max(lengths) if self.layout == "padded" else sum(lengths)
 
     def allows(self, lengths: Sequence[int]) -> bool:
-        """Whether these sequences fit into one micro-batch."""
+        """Return true if sequences of these lengths fit into one micro-batch."""
         return self.computed(lengths) <= self.tokens and len(lengths) <= (self.sequences or len(lengths))

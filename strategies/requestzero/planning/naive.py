@@ -1,4 +1,4 @@
-"""What splitting without a look at the lengths would cost: in order, a fixed count per rank, padded."""
+"""The split that a plan is compared with: sequences in order, a fixed number per rank, padded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 
 def naive_micro_batches(lengths: Sequence[int], world_size: int, sequences: int) -> Iterator[tuple[int, list[int]]]:
-    """``(rank, lengths)`` of each micro-batch that is no filler.
+    """Yield ``(rank, lengths)`` of each micro-batch that is no filler.
 
-    A round takes the next ``world_size * sequences`` of the request and deals them out one by one, as
+    A round deals out the next ``world_size * sequences`` sequences of the request one by one, as
     :class:`~requestzero.RequestLoader` does.
     """
     round_size = world_size * sequences
@@ -19,5 +19,5 @@ def naive_micro_batches(lengths: Sequence[int], world_size: int, sequences: int)
 
 
 def naive_count(sequences: int, world_size: int, per_rank: int) -> int:
-    """Micro-batches of all ranks, fillers included."""
+    """Return the micro-batches of all ranks, fillers included."""
     return world_size * -(-sequences // (world_size * per_rank))

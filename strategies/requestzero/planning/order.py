@@ -10,7 +10,7 @@ _WORD = (1 << 64) - 1
 
 
 class RequestOrder:
-    """A permutation of ``range(size)`` that follows from ``(seed, epoch)``; a few integers, whatever the size.
+    """A permutation of ``range(size)`` that follows from ``(seed, epoch)`` and is kept as a few integers.
 
     A balanced Feistel network permutes the numbers of the next larger power of 4; numbers beyond ``size`` are sent
     through it again until they fall below (cycle walking, fewer than four rounds on average).
@@ -33,7 +33,7 @@ class RequestOrder:
         return self.size
 
     def __getitem__(self, place: int) -> int:
-        """The request at ``place``.
+        """Return the request at ``place``.
 
         Raises:
             IndexError: ``place`` is not in ``range(size)``.

@@ -1,4 +1,4 @@
-"""A request's sequences as packed micro-batches: as few as possible on every rank, then as even as possible."""
+"""Cut a request into packed micro-batches: as few as possible on every rank, then as even as possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from requestzero.planning.budget import Budget
 
 
 def packed_bins(lengths: Sequence[int], budget: Budget, world_size: int) -> tuple[int, list[list[int]]]:
-    """Micro-batches per rank, and what each one on any rank holds; the rest of them are fillers.
+    """Cut a request into as few packed micro-batches per rank as possible.
 
     Longest first, each sequence goes to the lightest micro-batch; where that exceeds the budget, to the fullest one
     that has room (best fit decreasing, at most 11/9 of the fewest micro-batches plus one); where that fails as well,
@@ -18,11 +18,12 @@ def packed_bins(lengths: Sequence[int], budget: Budget, world_size: int) -> tupl
 
     Args:
         lengths: tokens of each sequence, the longest first. Those beyond the budget are alone in a micro-batch.
-        budget: of a micro-batch.
-        world_size: data-parallel ranks.
+        budget: limits of a micro-batch.
+        world_size: number of data-parallel ranks.
 
     Returns:
-        The number of micro-batches per rank; places in ``lengths``, ascending, for each micro-batch that has any.
+        The number of micro-batches per rank; and for each micro-batch that is no filler, on whatever rank, the places
+        of its sequences in ``lengths``, ascending.
     """
     micro_batches = -(-_fewest(lengths, budget) // world_size)
     while True:
@@ -36,7 +37,7 @@ def packed_bins(lengths: Sequence[int], budget: Budget, world_size: int) -> tupl
 
 
 def _fewest(lengths: Sequence[int], budget: Budget) -> int:
-    """A lower bound of the number of micro-batches, over all ranks."""
+    """Return a lower bound of the number of micro-batches, over all ranks."""
     alone = _count_longer(lengths, budget.tokens)
     rest = len(lengths) - alone
     by_tokens = -(-sum(lengths[alone:]) // budget.tokens)
@@ -49,7 +50,7 @@ def _count_longer(lengths: Sequence[int], tokens: int) -> int:
 
 
 def _lightest_first(lengths: Sequence[int], budget: Budget, count: int) -> list[list[int]] | None:
-    """Even micro-batches; ``None`` where one would exceed the budget."""
+    """Return even micro-batches, or ``None`` where one would exceed the budget."""
     bins: list[list[int]] = [[] for _ in range(count)]
     lightest: list[tuple[float, int, int]] = [(0.0, 0, number) for number in range(count)]
     for place, length in enumerate(lengths):
@@ -67,7 +68,7 @@ def _lightest_first(lengths: Sequence[int], budget: Budget, count: int) -> list[
 
 
 def _fullest_first(lengths: Sequence[int], budget: Budget, count: int) -> list[list[int]] | None:
-    """Full micro-batches; ``None`` where more than ``count`` would be needed."""
+    """Return full micro-batches, or ``None`` where more than ``count`` would be needed."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for place, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""A request's sequences as padded micro-batches: as few as possible on every rank, with little padding, even."""
+"""Cut a request into padded micro-batches: as few as possible on every rank, with little padding, and even."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _PRECISION = 0.002
 
 
 def padded_bins(lengths: Sequence[int], budget: Budget, world_size: int) -> tuple[int, list[list[int]]]:
-    """Micro-batches per rank, and what each one on any rank holds; the rest of them are fillers.
+    """Cut a request into as few padded micro-batches per rank as possible.
 
     Sequences of similar length go together: in descending order they are cut into runs, each as long as the budget
     allows (the fewest micro-batches that there can be), and then again with the lowest limit on a run's cost for
     which there are no more runs than micro-batches. No micro-batch is empty unless there are fewer sequences than
     micro-batches.
 
-    Args and returns: see :func:`~requestzero.planning.packed_bins.packed_bins`.
+    Arguments and result are those of :func:`~requestzero.planning.packed_bins.packed_bins`.
     """
     total = len(lengths)
     fewest = _cut(lengths, budget, math.inf, total)
@@ -47,7 +47,10 @@ def _most_even(lengths: Sequence[int], budget: Budget, count: int) -> list[list[
 
 
 def _cut(lengths: Sequence[int], budget: Budget, limit: float, count: int, fill: bool = False) -> list[range] | None:
-    """Runs of at most ``limit`` cost; ``None`` where ``count`` do not suffice. ``fill``: exactly ``count`` of them."""
+    """Return runs of at most ``limit`` cost, or ``None`` where ``count`` do not suffice.
+
+    With ``fill`` there are exactly ``count`` of them.
+    """
     runs: list[range] = []
     start, total = 0, len(lengths)
     while start < total:

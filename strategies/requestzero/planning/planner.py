@@ -1,4 +1,4 @@
-"""A dataset's epochs as windows of micro-batches, planned one window at a time."""
+"""Plan a dataset's epochs as windows of micro-batches, one window at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from requestzero.planning.windows import WindowRule
 
 @dataclass(frozen=True)
 class PlannedWindow:
-    """A window, and where it ends in the epoch."""
+    """A window's plan, and its end in the epoch."""
 
     plan: WindowPlan
     next_place: int
-    """Place in the epoch's order behind the window."""
+    """Place in the epoch's order after the window."""
     statistics: PlanStatistics
 
 
@@ -36,9 +36,9 @@ class _Gathered:
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans epochs from lengths alone; all of its memory is one window's.
+    """Planner of epochs, from lengths alone. It holds one window at a time in memory.
 
-    Deterministic: the order of the requests and their windows follow from ``(seed, epoch)``, and who runs what from
+    Deterministic: the order of the requests and their windows follow from ``(seed, epoch)``, and the ranks' shares from
     these and ``world_size``.
     """
 
@@ -54,7 +54,7 @@ class Planner:
     """Name of a request, for messages."""
     policy: BadRequestPolicy = field(default_factory=BadRequestPolicy)
     left_out: Collection[int] = ()
-    """Indices of requests that are passed over, and counted as skipped."""
+    """Indices of requests that are left out, and counted as skipped."""
     naive_sequences: int | None = None
     """Sequences per rank and micro-batch in the naive comparison; ``None``: the budget's, or as many as make the
     planned number of micro-batches."""
@@ -62,9 +62,14 @@ class Planner:
     seed: int = 0
 
     def epoch(self, epoch: int, world_size: int, place: int = 0) -> Iterator[PlannedWindow]:
-        """The windows from ``place`` in the order of ``epoch`` on, ``place`` being the start of a window.
+        """Yield the windows of ``epoch`` from ``place`` on.
 
         The last one may be incomplete, or have no request where only skipped ones were left.
+
+        Args:
+            epoch: number of the epoch, which chooses the order of the requests.
+            world_size: number of data-parallel ranks.
+            place: place in the epoch's order at which a window starts.
 
         Raises:
             ValueError: a bad request, see :class:`~requestzero.planning.bad_requests.BadRequestPolicy`.
@@ -79,7 +84,7 @@ class Planner:
             yield self._planned(gathered, complete, start, place, world_size)
 
     def count_micro_batches(self, world_size: int) -> int:
-        """Micro-batches per rank in any epoch; plans every request once.
+        """Return the micro-batches per rank in any epoch; plans every request once.
 
         Raises:
             ValueError: see :meth:`epoch`.

@@ -1,4 +1,4 @@
-"""How much every rank carries in a window so far, and which rank carries least."""
+"""Load of every rank in a window so far."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import heapq
 
 
 class RankLoads:
-    """Loads of the ranks. Ranks that carry nothing yet cost nothing: a request of a few texts may meet 1,024 ranks.
+    """Loads of the ranks in a window, kept for those ranks only that have any.
 
     Args:
-        world_size: data-parallel ranks.
-        first: the rank that is taken first, so that not rank 0 gets the most of every window.
+        world_size: number of data-parallel ranks.
+        first: the rank that gets the first load, so that rank 0 does not get the heaviest of every window.
     """
 
     def __init__(self, world_size: int, first: int = 0) -> None:
@@ -20,7 +20,7 @@ class RankLoads:
         self._loads: list[tuple[float, int]] = []
 
     def add(self, loads: list[float]) -> list[int]:
-        """Give each load, the heaviest first, to another one of the least loaded ranks; returns those ranks."""
+        """Give each load, the heaviest first, to another one of the least loaded ranks, and return those ranks."""
         taken = [self._least() for _ in loads]
         for (before, rank), load in zip(taken, loads, strict=True):
             heapq.heappush(self._loads, (before + load, rank))
@@ -34,5 +34,5 @@ class RankLoads:
 
     @property
     def ascending(self) -> list[tuple[float, int]]:
-        """``(load, rank)`` of the ranks that carry anything, the least loaded first."""
+        """``(load, rank)`` of the ranks that have any load, the least loaded first."""
         return sorted(self._loads)

@@ -1,4 +1,4 @@
-"""Sequences and micro-batches that move from a window's busiest ranks to its least busy ones."""
+"""Move sequences and micro-batches from a window's busiest ranks to its least busy ones."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from requestzero.planning.budget import Budget
 from requestzero.planning.request_bins import Bin, RequestBins
 
 EVEN = 1.005
-"""Busiest rank over mean at which nothing is moved any more."""
+"""Ratio of the busiest rank's load to the mean at which nothing more is moved."""
 ACCEPTABLE = 1.03
 """The same for moves that make a request's heaviest micro-batch heavier, for which the other ranks wait."""
 _TARGETS = 4
+"""Number of the least busy ranks that are tried as targets."""
 _TARGETS_IN_FULL = 64
-"""Ranks that are tried in a full search."""
+"""The same in a full search."""
 
 
 @dataclass(slots=True)
 class _Move:
-    """What two micro-batches of one request hold afterwards."""
+    """An exchange between two micro-batches of one request, with what they hold afterwards."""
 
     source: Bin
     target: Bin
@@ -32,12 +33,12 @@ class _Move:
 
     @property
     def less(self) -> float:
-        """What the busy rank carries less."""
+        """By how much the load of the busy rank falls."""
         return self.source.load - self.source_load
 
     @property
     def more(self) -> float:
-        """What the other one carries more: not the same where padding comes or goes."""
+        """By how much the load of the other rank rises: not the same where padding comes or goes."""
         return self.target_load - self.target.load
 
     def apply(self) -> None:
@@ -58,10 +59,10 @@ def rebalance(
     where that does not suffice, up to the budget; then, which is rare, with a look at every sequence.
 
     Args:
-        requests: of the window.
-        shares: what each rank has of each; changed in place.
+        requests: requests of the window.
+        shares: the ranks' micro-batches of each request; changed in place.
         loads: ``(load, rank)`` of all ranks, ascending.
-        budget: of a micro-batch.
+        budget: limits of a micro-batch.
 
     Returns:
         The new ``loads``.
@@ -107,7 +108,7 @@ def _move_until(
 
 
 def _swaps(rank: int, other: int, gap: float, shares: Shares) -> Iterator[_Move]:
-    """Whole micro-batches that change places: for nobody there is more to compute or to wait for."""
+    """Yield exchanges of whole micro-batches, after which no rank has more to compute or to wait for."""
     for share in shares:
         if rank in share and other in share:
             target = min(share[other], key=lambda item: item.load)
@@ -126,9 +127,9 @@ def _moves(
     budget: Budget,
     in_full: bool,
 ) -> Iterator[_Move]:
-    """Sequences that go to ``other``, alone or for a shorter one in return, so that both carry less than ``rank`` does.
+    """Yield moves of a sequence to ``other``, alone or for a shorter one in return, that lower the higher load.
 
-    ``gap`` is what ``rank`` carries more than ``other``.
+    ``gap`` is by how much the load of ``rank`` is above that of ``other``.
     """
     for request, share, limit in zip(requests, shares, limits, strict=True):
         if rank not in share or other not in share:
@@ -142,7 +143,7 @@ def _moves(
 
 
 def _pairs(given: list[Bin], taken: list[Bin], in_full: bool) -> Iterable[tuple[Bin, Bin]]:
-    """Micro-batches to give from and to take into."""
+    """Return pairs of micro-batches, one to move a sequence from and one to move it to."""
     if in_full:
         return product(given, taken)
     source = max(given, key=lambda item: (len(item.rows) > 1, item.load))
@@ -152,9 +153,9 @@ def _pairs(given: list[Bin], taken: list[Bin], in_full: bool) -> Iterable[tuple[
 def _candidates(
     request: RequestBins, source: Bin, target: Bin, gap: float, budget: Budget, in_full: bool
 ) -> Iterator[tuple[int, int | None]]:
-    """A few rows worth trying, and what to give in return: what moves half of the gap, and the extremes.
+    """Yield rows to move and rows to move in return: those that move about half of the gap, and the extremes.
 
-    In full: every row, with what comes nearest to half of the gap.
+    In full: every row, with the one in return that comes nearest to half of the gap.
     """
     costs = [budget.row_cost(length) for length in request.lengths_of(source.rows)]
     if len(costs) > 1:
@@ -169,7 +170,7 @@ def _candidates(
 
 
 def _first_at_most(descending: list[float], limit: float) -> int:
-    """The first place whose value does not exceed ``limit``; the last one where there is none."""
+    """Return the first place whose value does not exceed ``limit``, or the last one where there is none."""
     return min(bisect_left(descending, -limit, key=lambda value: -value), len(descending) - 1)
 
 

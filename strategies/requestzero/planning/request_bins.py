@@ -1,4 +1,4 @@
-"""One request, cut into micro-batches that are not yet given to ranks."""
+"""One request, cut into micro-batches that are not yet assigned to ranks."""
 
 from __future__ import annotations
 
@@ -25,24 +25,32 @@ class RequestBins:
     """Micro-batches of one request."""
 
     positions: list[int]
-    """Where the sequences stand in the request, the longest sequence first."""
+    """Positions of the sequences in the request, the longest sequence first."""
     lengths: list[int]
     """Their tokens, in the same order: descending."""
     micro_batches: int
-    """On every rank, fillers included."""
+    """Number of micro-batches on every rank, fillers included."""
     bins: list[Bin]
-    """The heaviest first."""
+    """The micro-batches that are no fillers, the heaviest first."""
 
     def lengths_of(self, rows: Sequence[int]) -> list[int]:
+        """Return the tokens of the sequences in ``rows``."""
         return [self.lengths[row] for row in rows]
 
     def rounds(self, world_size: int) -> list[list[Bin]]:
-        """What the ranks run at the same time: micro-batches of similar load, at most one a rank."""
+        """Return the micro-batches that the ranks run at the same time: of similar load, at most one a rank."""
         return [self.bins[start : start + world_size] for start in range(0, len(self.bins), world_size)]
 
 
 def cut_request(positions: Sequence[int], lengths: Sequence[int], budget: Budget, world_size: int) -> RequestBins:
-    """Cut a request whose sequence at ``positions[i]`` has ``lengths[i]`` tokens; n log n in their number."""
+    """Cut a request into micro-batches; takes n log n time in its number of sequences.
+
+    Args:
+        positions: positions of its sequences in the request.
+        lengths: tokens of each, in the same order.
+        budget: limits of a micro-batch.
+        world_size: number of data-parallel ranks.
+    """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     descending = [lengths[item] for item in order]
     cut = padded_bins if budget.layout == "padded" else packed_bins

@@ -1,4 +1,4 @@
-"""What a plan costs, and what naive splitting would have cost: running sums, a few numbers for any dataset."""
+"""Costs of a plan and of the naive split that it is compared with, as running sums."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Cost:
     """On all ranks, fillers included."""
     fillers: int = 0
     busiest: float = 0.0
-    """Each window's load of its busiest rank."""
+    """Sum of each window's load of its busiest rank."""
     mean: float = 0.0
-    """Each window's mean load of the ranks."""
+    """Sum of each window's mean load of the ranks."""
 
     @property
     def imbalance(self) -> float:
-        """How much more the busiest rank carries than the mean: 0.05 is 5 %."""
+        """Excess of the busiest rank's load over the mean: 0.05 is 5 %."""
         return self.busiest / self.mean - 1 if self.mean else 0.0
 
     def padding(self, tokens: int) -> float:
-        """Share of the computed tokens that is padding, where ``tokens`` are real."""
+        """Return the share of the computed tokens that is padding, where ``tokens`` are none."""
         return 1 - tokens / self.computed if self.computed else 0.0
 
     def __add__(self, other: Cost) -> Cost:
@@ -37,7 +37,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class PlanStatistics:
-    """Sums over the windows that were handed out."""
+    """Sums over the windows that a loader has yielded."""
 
     windows: int = 0
     requests: int = 0
@@ -51,18 +51,18 @@ class PlanStatistics:
     truncated_texts: int = 0
     planned: Cost = Cost()
     naive: Cost = Cost()
-    """In order, a fixed count per rank, padded."""
+    """The same requests in order, a fixed number of sequences per rank, padded."""
 
     def __add__(self, other: PlanStatistics) -> PlanStatistics:
         return _sum(self, other)
 
     def state(self) -> dict[str, object]:
-        """As plain numbers, for a state dict."""
+        """Return the sums as plain numbers, for a state dict."""
         return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> PlanStatistics:
-        """The inverse of :meth:`state`."""
+        """Return the statistics of what :meth:`state` has returned."""
         return cls(**{**state, "planned": Cost(**state["planned"]), "naive": Cost(**state["naive"])})
 
 

@@ -1,4 +1,4 @@
-"""Ids that are given twice."""
+"""Find ids that are given twice."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def repeated_places(ids: Sequence[str | int]) -> dict[int, int]:
-    """For each place whose id stands at an earlier one too, the first such place.
+    """Return, for each place whose id stands at an earlier place too, the first such place.
 
-    Takes two passes over ``ids`` and, while it runs, 8 bytes for each: a hash, and a second look at the few whose
-    hash is not unique. Nothing is kept where all ids differ.
+    Makes two passes over ``ids`` and, while it runs, holds 8 bytes for each, a hash; only ids whose hash is not unique
+    are compared. Nothing is kept where all ids differ.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""All micro-batches of one update window, on all ranks."""
+"""Plan the micro-batches of one update window, on all ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class MicroBatchPlan:
     request: int
     """Index of the request in the dataset."""
     positions: tuple[int, ...]
-    """Its sequences that go into the micro-batch; where ``is_filler``, the shortest one, to be masked."""
+    """Positions of its sequences in the micro-batch; where ``is_filler``, the shortest one, to be masked."""
     is_filler: bool
     truncated: tuple[int, ...]
     """Those of ``positions`` that are cut to the budget."""
     micro_batches: int
-    """Of the request on every rank."""
+    """Number of micro-batches of the request on every rank."""
     request_end: bool
     window_end: bool | None
     """``None`` where windows are left to the training loop."""
@@ -37,14 +37,14 @@ class RequestPlan:
     """One request on all ranks."""
 
     index: int
-    """Of the request in the dataset."""
+    """Index of the request in the dataset."""
     usable: UsableRequest
     bins: RequestBins
     share: dict[int, list]
     """Rank -> its micro-batches (:class:`~requestzero.planning.request_bins.Bin`); fillers are left out."""
 
     def positions(self, rank: int) -> list[tuple[int, ...]]:
-        """Positions of the sequences in each micro-batch of ``rank``; an empty tuple is a filler."""
+        """Return the positions of the sequences in each micro-batch of ``rank``; an empty tuple is a filler."""
         bins = self.share.get(rank, [])
         own = [tuple(sorted(self.bins.positions[row] for row in item.rows)) for item in bins]
         return own + [()] * (self.bins.micro_batches - len(own))
@@ -56,18 +56,18 @@ class WindowPlan:
 
     requests: list[RequestPlan]
     loads: list[tuple[float, int]]
-    """``(load, rank)`` of the ranks that carry anything, ascending."""
+    """``(load, rank)`` of the ranks that have any load, ascending."""
     marked: bool
-    """Whether the window's end is known here."""
+    """True where the plan knows the window's end; false where the training loop counts requests."""
     complete: bool
-    """Whether the window ends with its last request; false for what an epoch's end leaves over."""
+    """True where the window ends with its last request; false for what an epoch's end leaves over."""
 
     def __len__(self) -> int:
-        """Micro-batches per rank."""
+        """Return the micro-batches per rank."""
         return sum(request.bins.micro_batches for request in self.requests)
 
     def micro_batches(self, rank: int) -> Iterator[MicroBatchPlan]:
-        """What ``rank`` runs, in order; on every rank the same requests and ends, and equally many."""
+        """Yield the micro-batches of ``rank``, in order; every rank has equally many, with the same request ends."""
         for number, request in enumerate(self.requests):
             shares = request.positions(rank)
             ends_window = self.complete and number == len(self.requests) - 1
@@ -94,18 +94,19 @@ def plan_window(
     marked: bool = True,
     complete: bool = True,
 ) -> WindowPlan:
-    """Share the requests of a window; n log n in its sequences, and log ``world_size`` for each micro-batch.
+    """Assign the requests of a window to the ranks.
 
     Each request is cut by itself. Then the rounds of all requests, the heaviest first, give their micro-batches to
-    the ranks that carry least in the window so far; then single sequences move, see :mod:`.rebalance`.
+    the ranks with the least load in the window so far; then single sequences move, see :mod:`.rebalance`. Takes n log n
+    time in the number of sequences, and log ``world_size`` for each micro-batch.
 
     Args:
-        requests: index in the dataset and texts, each with one text at least.
-        budget: of a micro-batch.
-        world_size: data-parallel ranks.
-        first_rank: which rank is given the window's heaviest micro-batch.
-        marked: whether window ends are marked.
-        complete: whether the last request ends the window.
+        requests: index in the dataset and texts, each with at least one text.
+        budget: limits of a micro-batch.
+        world_size: number of data-parallel ranks.
+        first_rank: the rank that gets the window's heaviest micro-batch.
+        marked: mark the window's end.
+        complete: the last request ends the window.
     """
     cut = [cut_request(item.positions, item.lengths, budget, world_size) for _, item in requests]
     shares, loads = _assign(cut, world_size, first_rank)
@@ -127,7 +128,7 @@ def _assign(cut: list[RequestBins], world_size: int, first_rank: int) -> tuple[S
 
 
 def planned_cost(window: WindowPlan, budget: Budget, world_size: int) -> Cost:
-    """What the window costs as planned."""
+    """Return the cost of a window as planned."""
     computed = micro_batches = real = 0
     for request in window.requests:
         micro_batches += world_size * request.bins.micro_batches
@@ -139,9 +140,9 @@ def planned_cost(window: WindowPlan, budget: Budget, world_size: int) -> Cost:
 
 
 def naive_cost(window: WindowPlan, budget: Budget, world_size: int, sequences: int | None) -> Cost:
-    """What the window would cost in order, with ``sequences`` per rank and micro-batch, padded.
+    """Return the cost of a window's requests in order, with ``sequences`` per rank and micro-batch, padded.
 
-    ``None``: as many as make the planned number of micro-batches.
+    ``sequences=None``: as many as make the planned number of micro-batches.
     """
     computed = micro_batches = real = 0
     loads: dict[int, float] = {}

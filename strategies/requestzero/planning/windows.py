@@ -1,4 +1,4 @@
-"""Where update windows end."""
+"""The rule by which update windows end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from requestzero.config.validation import check_count
 
 @dataclass(frozen=True)
 class WindowRule:
-    """A window ends with the request that completes either number; without both, every request is planned alone.
+    """A window ends with the request that completes the given number; without one, every request is planned alone.
 
     Raises:
         ValueError: both are given, or one that is no whole number above 0.
@@ -18,7 +18,7 @@ class WindowRule:
     requests: int | None = None
     """Requests in a window."""
     tokens: int | None = None
-    """Tokens in a window at least, over all ranks and without padding."""
+    """Minimum number of tokens in a window, over all ranks and without padding."""
 
     def __post_init__(self) -> None:
         check_count("requests_per_update", self.requests)
@@ -31,11 +31,11 @@ class WindowRule:
 
     @property
     def marks(self) -> bool:
-        """Whether window ends are known here, and not left to the training loop."""
+        """True where the plan knows the ends of windows; false where the training loop counts requests."""
         return self.requests is not None or self.tokens is not None
 
     def is_complete(self, requests: int, tokens: int) -> bool:
-        """Whether a window of so many requests and tokens is complete."""
+        """Return true if a window of so many requests and tokens is complete."""
         if self.tokens is not None:
             return tokens >= self.tokens
         return requests >= (self.requests or 1)
