@@ -1,4 +1,4 @@
-"""Tokenizer, data and model from the configuration: plain arguments go in, no configuration object."""
+"""Build tokenizer, data and model from the configuration: plain arguments go in, no configuration object."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from requestzero.recipes.tokenizer import ByteTokenizer, HuggingFaceTokenizer, T
 
 
 def build_tokenizer(model: Any) -> TextTokenizer:
-    """The tokenizer that goes with the ``model`` section."""
+    """Return the tokenizer that goes with the ``model`` section."""
     return ByteTokenizer() if model.path is None else HuggingFaceTokenizer(model.path)
 
 
 def build_data(cfg: Any, tokenizer: TextTokenizer, world_size: int) -> RequestData:
-    """The requests of the ``data`` section.
+    """Return the requests of the ``data`` section.
 
     Raises:
         UsageError: see :func:`~requestzero.recipes.data.load_requests`.
@@ -36,17 +36,17 @@ def build_data(cfg: Any, tokenizer: TextTokenizer, world_size: int) -> RequestDa
 
 
 def sequences_that_always_fit(data: Any) -> int:
-    """What somebody who does not look at lengths could give each rank: a fixed number of the longest sequences."""
+    """Return the number of sequences that fit into a micro-batch whatever their lengths are."""
     return data.micro_batch_size or data.tokens_per_micro_batch // data.sequence_length
 
 
 def requests_per_update(data: Any) -> int | None:
-    """Requests in an update window; ``None`` where they are counted in tokens."""
+    """Return the requests in an update window, or ``None`` where they are counted in tokens."""
     return None if data.tokens_per_update is not None else data.requests_per_update or 4
 
 
 def build_loader(cfg: Any, data: RequestData, tokenizer: TextTokenizer) -> PlannedLoader:
-    """The micro-batches of ``data``, for this rank, with the ends of update windows marked."""
+    """Return the loader of ``data``: micro-batches for this rank, with the ends of update windows marked."""
     return PlannedLoader(
         data.requests,
         make_collate(tokenizer.pad_id, cfg.data.layout),
@@ -64,7 +64,7 @@ def build_loader(cfg: Any, data: RequestData, tokenizer: TextTokenizer) -> Plann
 
 
 def build_model(cfg: Any) -> Any:
-    """The model of the ``model`` section, in fp32 and with the current random seed.
+    """Return the model of the ``model`` section, in fp32 and with the current random seed.
 
     Raises:
         UsageError: the sequences are to be packed, and the model would attend from one to another.

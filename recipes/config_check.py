@@ -1,4 +1,4 @@
-"""What a composed configuration may not hold, found before anything is started: all of it at once.
+"""Check a composed configuration before anything is started, and tell all of its problems at once.
 
 Every problem names the full key, what was given and what is allowed. The limits of single values stand in the
 schema and in :mod:`requestzero.config.settings`.
@@ -22,13 +22,13 @@ from requestzero.recipes.devices import choose_devices, count_gpus
 
 
 def config_problems(cfg: Any) -> list[str]:
-    """All problems of a composed configuration (an OmegaConf object of ``RecipeConfig``)."""
+    """Return all problems of a composed configuration (an OmegaConf object of ``RecipeConfig``)."""
     checks = (_limits, _zero, _overflow, _model, _data, _optimizer, _trainer)
     return [problem for check in checks for problem in check(cfg)]
 
 
 def zero_settings(cfg: Any) -> RequestZeROSettings:
-    """The sections ``zero`` and ``overflow`` as the package's own settings."""
+    """Return the sections ``zero`` and ``overflow`` as the package's own settings."""
     return RequestZeROSettings(**cfg.zero, overflow=OverflowSettings(**cfg.overflow))
 
 

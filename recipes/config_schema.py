@@ -1,7 +1,7 @@
 """The typed schema of the recipes' configuration: every key with its type, default, meaning and limits.
 
-The keys of ``zero`` and ``overflow`` are those of :mod:`requestzero.config.settings`, which owns them. The
-YAML files in ``requestzero.configs`` are small deltas on this schema.
+The keys of ``zero`` and ``overflow`` follow from :mod:`requestzero.config.settings`, which owns them. The YAML files in
+``requestzero.configs`` are small deltas on this schema.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OverflowConfig = _config_of(OverflowSettings, "OverflowConfig")
 
 @dataclass
 class PrecisionConfig:
-    """What the model computes in."""
+    """Precision of the model."""
 
     mode: str = limited("bf16-true", words(*PRECISIONS))
     """Lightning's name of the precision. ``bf16-true``: a bf16 model with fp32 masters."""
@@ -66,7 +66,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Where requests come from, how they are cut, and how they are planned over the ranks."""
+    """Source of the requests, how they are cut, and how they are planned over the ranks."""
 
     path: str | None = None
     """JSONL file with one request a line; ``null``: the embedded text, Python's language reference."""
@@ -92,7 +92,7 @@ class DataConfig:
     num_workers: int = limited(0, Number(lowest=0))
     """Processes per rank that make micro-batches; 0: the training process does."""
     shuffle: bool = True
-    """Whether the requests are shuffled in each epoch."""
+    """Shuffle the requests in each epoch."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainerConfig:
-    """How long, where, and what is kept."""
+    """Length of the run, its devices, and what it keeps."""
 
     max_steps: int = limited(100, Number(lowest=1))
     """Updates; the training data is repeated as often as needed."""

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from requestzero.config.precision import PRECISIONS
-from requestzero.config.settings import OverflowSettings
+from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.translation import from_config
 
 RESOLVER = "launched"
@@ -23,9 +23,7 @@ SHOWN = {"stage", "offload_optimizer", "retain_gpu_grad_partition_until_step", "
 
 _MODES = {"bf16": "bf16-true", "fp16": "16-true", "no": "32-true"}
 _DEFAULTS = {
-    "stage": 2,
-    "offload_optimizer": False,
-    "retain_gpu_grad_partition_until_step": False,
+    **{name: getattr(RequestZeROSettings, name) for name in SHOWN},
     "grad_accum_dtype": "fp32",
     "mode": "32-true",
     "num_nodes": 1,
@@ -39,13 +37,13 @@ def register_launched() -> None:
 
 
 def launched(key: str) -> Any:
-    """The value of ``key``: one of ``SHOWN``, ``mode`` (Lightning's name of the precision) or ``num_nodes``."""
+    """Return the value of ``key``: one of ``SHOWN``, ``mode`` (Lightning's name of the precision) or ``num_nodes``."""
     value = _said().get(key)
     return _DEFAULTS.get(key) if value is None else value
 
 
 def launch_problems(cfg: Any) -> Iterator[str]:
-    """Values of the configuration that contradict what the ranks were launched with."""
+    """Yield the values of the configuration that contradict what the ranks were launched with."""
     said = _said()
     given: dict[str, Any] = {f"zero.{key}": (cfg.zero[key], said.get(key)) for key in sorted(SHOWN)}
     given["trainer.num_nodes"] = (cfg.trainer.num_nodes, said.get("num_nodes"))
@@ -65,7 +63,7 @@ def launch_problems(cfg: Any) -> Iterator[str]:
 
 
 def _overflow_problems(cfg: Any) -> Iterator[str]:
-    """Overflow options of the DeepSpeed file that the configuration contradicts."""
+    """Yield the overflow options of the DeepSpeed file that the configuration contradicts."""
     from requestzero.accelerate.launch import PRECISION_PLACE, launched_sources
     from requestzero.config.merge import merge
 
@@ -89,28 +87,21 @@ def _problem(key: str, value: Any, launched_value: Any) -> str:
 
 @lru_cache(maxsize=1)
 def _said() -> dict[str, Any]:
-    """What was said; keys about which nobody has said anything are missing."""
+    """Return what was said; keys about which nobody has said anything are missing."""
     from requestzero.accelerate.launch import launched_precision, launched_sources
     from requestzero.config.merge import merge
     from requestzero.config.nested import look_up
 
     config = merge(*launched_sources(os.environ))
-    device = look_up(config, "zero_optimization.offload_optimizer.device")
-    keys = ("zero_optimization.stage", "zero_optimization.retain_gpu_grad_partition_until_step")
-    stage, retain = (look_up(config, key) for key in keys)
+    given = from_config(RequestZeROSettings, config)
+    said = {name: given[name] for name in SHOWN if name in given}
+    if "zero_optimization" in config:
+        said["offload_optimizer"] = given.get("offload_optimizer") is True
     enabled = [name for name in ("bf16", "fp16") if look_up(config, f"{name}.enabled") is True]
     precision = enabled[0] if enabled else launched_precision(os.environ)
-    named = config.get("zero_optimization") is not None
-    said: dict[str, Any] = {
-        "stage": stage if named else None,
-        "offload_optimizer": device == "cpu" if named else None,
-        "grad_accum_dtype": look_up(config, "data_types.grad_accum_dtype"),
-        "mode": None if precision is None else _MODES.get(precision),
-        **_ranks(),
-    }
-    open_to_others = (None, "auto")
-    said = {key: value for key, value in said.items() if value not in open_to_others}
-    return said if retain is None else {**said, "retain_gpu_grad_partition_until_step": retain}
+    if precision in _MODES:
+        said["mode"] = _MODES[precision]
+    return {**said, **_ranks()}
 
 
 def _ranks() -> dict[str, int]:

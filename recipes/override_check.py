@@ -1,4 +1,4 @@
-"""The command line checked as a whole before Hydra starts anything.
+"""Check the command line as a whole before Hydra starts anything.
 
 Hydra stops at the first wrong override, names no near key, and lets ``+key=value`` add to a typed
 configuration. Here every override is looked at by itself, then the configuration that the good ones make.
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 def command_problems(arguments: Sequence[str], config_name: str) -> list[str]:
-    """All problems of a command line; empty if it can be run.
+    """Return all problems of a command line; empty if it can be run.
 
     Args:
         arguments: What follows the program's name: overrides, and Hydra's own flags.
@@ -104,7 +104,7 @@ class _Command:
         return compose(self.config_name, overrides=overrides, return_hydra_config=True)
 
     def _job(self, overrides: list[str]) -> list[str]:
-        """The problems of one run's configuration as a whole."""
+        """Return the problems of one run's configuration as a whole."""
         from hydra.errors import HydraException
 
         try:
@@ -122,7 +122,7 @@ class _Command:
             )
 
     def _override(self, text: str) -> tuple[list[str], list[str]]:
-        """The problems of one override; the overrides that it stands for, several if it is a sweep."""
+        """Return the problems of one override, and the overrides that it stands for: several if it is a sweep."""
         from hydra.core.global_hydra import GlobalHydra
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
@@ -168,7 +168,7 @@ class _Command:
 
 
 def without_hydra(cfg: DictConfig) -> DictConfig:
-    """The recipe's own part of a configuration composed with Hydra's."""
+    """Return the recipe's own part of a configuration composed with Hydra's."""
     own = cfg.copy()
     OmegaConf.set_readonly(own, False)
     OmegaConf.set_struct(own, False)
@@ -177,7 +177,7 @@ def without_hydra(cfg: DictConfig) -> DictConfig:
 
 
 def _keys(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
-    """All keys that exist, of sections and of values."""
+    """Yield all keys that exist, of sections and of values."""
     for name in map(str, cfg):
         yield f"{prefix}{name}"
         node = cfg._get_node(name)
@@ -199,13 +199,13 @@ def _nearest(given: str, known: Sequence[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Return a value as it is written on the command line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _reason(error: BaseException) -> str:
-    """The message of an error and of what caused it, on one line."""
+    """Return the message of an error and of what caused it, on one line."""
     texts = [str(error)] if error.__cause__ is None else [str(error), str(error.__cause__)]
     return " ".join(" ".join(texts).split())

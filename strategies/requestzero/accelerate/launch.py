@@ -6,9 +6,8 @@ are the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from requestzero.config.files import load_config
@@ -16,86 +15,56 @@ from requestzero.config.merge import Source
 from requestzero.config.nested import Config, put
 from requestzero.config.settings import RequestZeROSettings
 from requestzero.config.translation import AUTO
-from requestzero.config.validation import as_mapping
 
 NONE = "none"
 PRECISION_PLACE = "accelerate's mixed_precision"
-_PRECISION = "ACCELERATE_MIXED_PRECISION"
-_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
+PRECISION = "ACCELERATE_MIXED_PRECISION"
+FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
+"""Variable with the keys that stand under ``deepspeed_config`` in Accelerate's config file."""
 
 
-def _number(kind: type) -> Callable[[str], Any]:
-    return lambda text: text if text == AUTO else kind(text)
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable that ``accelerate launch`` sets."""
+
+    option: str
+    """Accelerate's name of the option."""
+    key: str
+    """Its key in a DeepSpeed config."""
+    kind: type = str
+    nothing: str | None = None
+    """The value that asks for nothing."""
+
+    def read(self, text: str) -> Any:
+        """Return the key's value.
+
+        Raises:
+            ValueError: ``text`` is no number where one is needed.
+        """
+        return text if text == AUTO else self.kind(text)
 
 
-# Variable -> (Accelerate's name of the option, DeepSpeed key, how to read it, the value that says nothing).
-_VARIABLES: dict[str, tuple[str, str, Callable[[str], Any], str | None]] = {
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("zero_stage", "zero_optimization.stage", _number(int), None),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
-        "offload_optimizer_device",
-        "zero_optimization.offload_optimizer.device",
-        str,
-        None,
+VARIABLES = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": Variable("zero_stage", "zero_optimization.stage", int),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": Variable(
+        "offload_optimizer_device", "zero_optimization.offload_optimizer.device"
     ),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (
-        "offload_param_device",
-        "zero_optimization.offload_param",
-        str,
-        NONE,
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": Variable(
+        "offload_param_device", "zero_optimization.offload_param", nothing=NONE
     ),
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": (
-        "zero3_save_16bit_model",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        str,
-        "false",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": Variable(
+        "zero3_save_16bit_model", "zero_optimization.stage3_gather_16bit_weights_on_model_save", nothing="false"
     ),
-    "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", "gradient_clipping", _number(float), NONE),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
-        "gradient_accumulation_steps",
-        "gradient_accumulation_steps",
-        _number(int),
-        None,
+    "ACCELERATE_GRADIENT_CLIPPING": Variable("gradient_clipping", "gradient_clipping", float, nothing=NONE),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Variable(
+        "gradient_accumulation_steps", "gradient_accumulation_steps", int
     ),
 }
 
 
-def environment_of(config_file: Path) -> dict[str, str]:
-    """What ``accelerate launch --config_file`` makes of a file, as far as it is read here.
-
-    Raises:
-        ValueError: Accelerate cannot read the file, or it is not for DeepSpeed.
-    """
-    from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.utils import DistributedType
-
-    loaded = load_config_from_file(str(config_file))
-    if loaded.distributed_type != DistributedType.DEEPSPEED:
-        raise ValueError(
-            f"{str(config_file)!r} is a file of accelerate launch with distributed_type={loaded.distributed_type}: "
-            "give one for DEEPSPEED, or a DeepSpeed config."
-        )
-    given = dict(
-        as_mapping(
-            "deepspeed_config",
-            loaded.deepspeed_config,
-            given=f"deepspeed_config={loaded.deepspeed_config!r} in {str(config_file)!r}",
-            advice="give a mapping of accelerate's DeepSpeed options",
-        )
-    )
-    environ = {
-        variable: str(given[option]) for variable, (option, *_) in _VARIABLES.items() if given.get(option) is not None
-    }
-    if given.get("deepspeed_config_file") is not None:
-        environ[_FILE] = str(given["deepspeed_config_file"])
-    if loaded.mixed_precision is not None:
-        environ[_PRECISION] = str(loaded.mixed_precision)
-        given["mixed_precision"] = loaded.mixed_precision
-    return {**environ, _FIELDS: ",".join(given)}
-
-
 def launched_sources(environ: Mapping[str, str]) -> list[Source]:
-    """One source for each option of ``accelerate launch`` that was given, and one for the DeepSpeed file it names.
+    """Return a source for each option of ``accelerate launch`` that was given, and one for the DeepSpeed file it names.
 
     Raises:
         ValueError: a variable has a value that cannot be read, or the file cannot; or one of our options stands where
@@ -104,23 +73,23 @@ def launched_sources(environ: Mapping[str, str]) -> list[Source]:
     """
     _check_fields(environ)
     sources = []
-    for variable, (option, key, read, nothing) in _VARIABLES.items():
-        text = environ.get(variable)
-        if text is not None and text != nothing:
-            sources.append(_single(variable, option, key, text, read))
+    for name, variable in VARIABLES.items():
+        text = environ.get(name)
+        if text is not None and text != variable.nothing:
+            sources.append(_source(name, variable, text))
     precision = launched_precision(environ)
     if precision is not None:
         sources.append(Source(f"{PRECISION_PLACE}={precision!r}", precision_config(precision)))
-    name = environ.get(_FILE, NONE)
-    if name != NONE:
-        sources.append(Source(f"the DeepSpeed file {name!r}", load_config(name, "accelerate's deepspeed_config_file")))
+    file = environ.get(FILE, NONE)
+    if file != NONE:
+        sources.append(Source(f"the DeepSpeed file {file!r}", load_config(file, "accelerate's deepspeed_config_file")))
     return sources
 
 
 def _check_fields(environ: Mapping[str, str]) -> None:
-    """Accelerate tells which keys its file has under ``deepspeed_config``, and passes the values on of its own only."""
+    """Raise ValueError where Accelerate's file has an option of ours, of which it passes on the name only."""
     names = {item.name for item in fields(RequestZeROSettings)}
-    for name in environ.get(_FIELDS, "").split(","):
+    for name in environ.get(FIELDS, "").split(","):
         if name in names:
             raise ValueError(
                 f"{name!r} stands under deepspeed_config in accelerate's config file, which accelerate does not pass "
@@ -128,27 +97,29 @@ def _check_fields(environ: Mapping[str, str]) -> None:
             )
 
 
-def _single(variable: str, option: str, key: str, text: str, read: Callable[[str], Any]) -> Source:
+def _source(name: str, variable: Variable, text: str) -> Source:
     config: Config = {}
     try:
-        put(config, key, read(text))
+        put(config, variable.key, variable.read(text))
     except ValueError:
-        raise ValueError(f"${variable}={text!r} is not allowed: accelerate's {option} has to be a number.") from None
-    return Source(f"accelerate's {option}", config)
+        raise ValueError(
+            f"${name}={text!r} is not allowed: accelerate's {variable.option} has to be a number."
+        ) from None
+    return Source(f"accelerate's {variable.option}", config)
 
 
 def launched_precision(environ: Mapping[str, str]) -> str | None:
-    """``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"`` where ``accelerate launch`` was told one.
+    """Return the precision that ``accelerate launch`` was told, ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``, if any.
 
     It passes ``"no"`` on also where nobody has said anything, unless its config file did.
     """
-    precision = environ.get(_PRECISION, "no").lower()
-    in_file = "mixed_precision" in environ.get(_FIELDS, "").split(",")
+    precision = environ.get(PRECISION, "no").lower()
+    in_file = "mixed_precision" in environ.get(FIELDS, "").split(",")
     return precision if precision != "no" or in_file else None
 
 
 def precision_config(precision: str) -> Config:
-    """The DeepSpeed keys of Accelerate's ``mixed_precision``.
+    """Return the DeepSpeed keys of Accelerate's ``mixed_precision``.
 
     Raises:
         ValueError: another precision than ``"no"``, ``"bf16"`` and ``"fp16"``.

@@ -1,4 +1,4 @@
-"""What an engine is told beside DeepSpeed's own options."""
+"""The options of an engine that DeepSpeed's config does not have."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Source:
     """How messages name it: ``"config"``, ``"the arguments of RequestZeRO"``."""
     config: Config
     preposition: str = "in"
-    """What messages put before ``place``."""
+    """Word before ``place`` in messages."""
 
     def __str__(self) -> str:
         return f"{self.preposition} {self.place}"

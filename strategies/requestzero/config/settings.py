@@ -16,7 +16,7 @@ from requestzero.config.validation import Boolean, Choice, Number, WholeNumber, 
 
 @dataclass(frozen=True)
 class OverflowSettings:
-    """What happens to gradients that are not finite, and how fp16 losses are scaled.
+    """Treatment of gradients that are not finite, and the scaling of fp16 losses.
 
     ``None`` leaves the choice to the default for the precision in use.
 
@@ -31,9 +31,9 @@ class OverflowSettings:
     )
     """Check gradients for inf and NaN: by default in bf16 and fp16 (where the check cannot be off), not in fp32."""
     on_overflow: str | None = option(None, Choice(("skip", "raise", "drop_request")), key="overflow.on_overflow")
-    """What happens then: ``"skip"`` (which ``None`` is) drops the window's update, ``"raise"`` ends the run with an
-    error on all ranks that names parameters, request and rank, ``"drop_request"`` leaves only that request out of the
-    window's update."""
+    """Treatment of a window whose gradient is not finite: ``"skip"`` (which ``None`` is) drops its update, ``"raise"``
+    ends the run with an error on all ranks that names parameters, request and rank, ``"drop_request"`` leaves only that
+    request out of the update."""
     max_consecutive_skips: int | None = option(None, WholeNumber(1), key="overflow.max_consecutive_skips")
     """Number of updates in a row that may be skipped; the last of them ends the run with an error. ``None``: any
     number."""
@@ -142,8 +142,8 @@ class RequestZeROSettings:
     all ranks is divided by the weight of all of the window's micro-batches, such as their trained tokens; losses are
     sums then, and each micro-batch reports its weight."""
     incomplete_window: str = option("step", Choice(("step", "drop")), front_ends=(FrontEnd.LIGHTNING, FrontEnd.RECIPES))
-    """What happens at an epoch's end to a window with fewer requests than ``accumulate_grad_batches``: ``"step"``
-    applies it, divided by its own number of micro-batches; ``"drop"`` discards it."""
+    """Treatment of a window with fewer requests than ``accumulate_grad_batches`` at an epoch's end: ``"step"`` applies
+    it, divided by its own number of micro-batches; ``"drop"`` discards it."""
     log_metrics: bool = option(True, Boolean())
     """Give loggers ``grad_norm`` and ``overflow/...`` (skipped updates, skips in a row, dropped requests, loss
     scale) of the updates that are logged. A metric of yours by the same name is left as it is."""

@@ -98,7 +98,7 @@ class Count:
 
     even: bool = False
     unit: str = ""
-    """What is counted."""
+    """Unit of the count, in messages."""
     also: str | None = None
     """A word that is allowed too."""
 

@@ -21,7 +21,7 @@ _ACCELERATE_KEYS = {"compute_environment", "deepspeed_config", "distributed_type
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a file says."""
+    """A file's DeepSpeed config."""
 
     config: Config
     """The DeepSpeed config, with our own keys in it."""
@@ -29,7 +29,7 @@ class ConfigFile:
     """Of a file of ``accelerate launch``: the environment variables that it makes of it."""
 
     def refusal(self) -> str | None:
-        """Why requestzero does not take the config: what the checks of its doors say. ``None``: it does.
+        """Return why requestzero refuses the config, as its front ends say it, or ``None`` where it does not.
 
         Keys that nobody reads and values that DeepSpeed finds later are told too.
         """
@@ -44,7 +44,7 @@ class ConfigFile:
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    """The file's DeepSpeed config.
+    """Read the DeepSpeed config of a file.
 
     Raises:
         ValueError: it cannot be read, or is a file of ``accelerate launch`` without DeepSpeed.
@@ -55,7 +55,8 @@ def read_config_file(path: Path) -> ConfigFile:
 
 
 def _read_accelerate_file(path: Path) -> ConfigFile:
-    from requestzero.accelerate.launch import environment_of, launched_sources
+    from requestzero.accelerate.launch import launched_sources
+    from requestzero.accelerate.launch_file import environment_of
     from requestzero.config.merge import merge
     from requestzero.config.nested import look_up, put
     from requestzero.config.translation import AUTO
@@ -68,7 +69,7 @@ def _read_accelerate_file(path: Path) -> ConfigFile:
 
 
 def _check(config: Config) -> None:
-    """What ``requestzero.initialize`` refuses, and what Lightning's door finds in addition."""
+    """Raise ValueError for what ``requestzero.initialize`` refuses, or the Lightning strategy in addition."""
     taken = copy.deepcopy(config)
     take_engine_options(taken)
     check_supported(taken)
