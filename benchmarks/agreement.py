@@ -1,13 +1,13 @@
-"""What the agreement of ranks costs, beside the updates of the demo.
+"""Cost of the check of ranks, beside the updates of the demo.
 
     python benchmarks/agreement.py
     python benchmarks/agreement.py --pairs 100
 
 Starts two gloo ranks, each with two engines on the demo's model and settings (ZeRO-2 with CPU offload, bf16 with fp32
-accumulation), one with agreement and one without, which run updates of four requests in turn. Printed: what one
-agreement takes from its statement to its answer, with nothing beside it; the seconds of an update; what all agreements
-of an update take then, as a share of it; and the median over neighbouring updates of the time with agreement divided by
-the time without, which noise on the machine moves by more than the agreement does.
+accumulation), one with agreement and one without, which run updates of four requests in turn. Printed: the time of one
+comparison of intents, with nothing beside it; the seconds of an update; the time of all comparisons of an update, as a
+share of it; and the median over neighbouring updates of the time with agreement divided by the time without, which
+noise on the machine changes by more than the agreement does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build(agreement: bool) -> Any:
 
 
 def update(engine: Any) -> float:
-    """Seconds of an update of four requests with one to four micro-batches, announced as the demo does."""
+    """Return the seconds of an update of four requests with one to four micro-batches, announced as in the demo."""
     dist.barrier()
     start = time.perf_counter()
     for request in range(REQUESTS):

@@ -1,4 +1,4 @@
-"""What a boundary backward and a step cost, counted and timed against DeepSpeed's own optimizer.
+"""Costs of a boundary backward and a step, counted and timed against DeepSpeed's own optimizer.
 
     python benchmarks/boundary_costs.py --tensors 64 400
     python benchmarks/boundary_costs.py --tensors 400 --only "offload" --windows 200
@@ -81,7 +81,7 @@ class Case:
 
 
 def all_cases(tensors: list[int]) -> list[Case]:
-    """Every combination; the check can be switched in bf16 only."""
+    """Return every combination; the check can be switched in bf16 only."""
     return [
         Case(stage, offload, model, accumulation, check, count)
         for count, stage, offload, (model, accumulation) in product(tensors, (1, 2), (False, True), DTYPES)
@@ -97,11 +97,11 @@ class Result:
     seconds: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
 
     def ratios(self, part: str, clock: str) -> list[float]:
-        """Stock's time divided by ours, one for every pair of neighbouring windows."""
+        """Return stock's time divided by ours for every pair of neighbouring windows."""
         return ratios(self.times(part, "stock", clock), self.times(part, "ours", clock))
 
     def times(self, part: str, whose: str, clock: str) -> list[float]:
-        """Seconds of every window; ``BOTH`` is backward and step together."""
+        """Return the seconds of every window; ``BOTH`` is backward and step together."""
         if part == BOTH:
             return [b + s for b, s in zip(*(self.times(each, whose, clock) for each in PARTS), strict=True)]
         return self.seconds.get((part, whose, clock), [])
@@ -155,7 +155,7 @@ def counts_of(operators: Operators) -> Counter[str]:
 
 
 def measure(case: Case, windows: int, width: int) -> Result:
-    """Counts and times of one configuration on this rank (collective)."""
+    """Measure counts and times of one configuration on this rank (collective)."""
     result = Result()
     trainings = {whose: Training(case, whose == "ours", width) for whose in ("stock", "ours")}
     for whose, training in trainings.items():
@@ -197,7 +197,7 @@ def shown(found: list[float]) -> str:
 
 
 def fp16_on_cpu(stack: ExitStack) -> None:
-    """DeepSpeed's CPU accelerator refuses fp16, which PyTorch computes there."""
+    """Let DeepSpeed's CPU accelerator accept fp16, which PyTorch computes there."""
     from deepspeed.accelerator import get_accelerator
 
     kind = type(get_accelerator())

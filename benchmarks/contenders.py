@@ -16,7 +16,7 @@ Weights = list[torch.Tensor]
 
 
 def device() -> torch.device:
-    """This rank's."""
+    """Return the device of this rank."""
     from deepspeed.accelerator import get_accelerator
 
     return torch.device(get_accelerator().current_device_name())
@@ -27,13 +27,13 @@ def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 class Contender(ABC):
-    """One way to train; a window's losses add up to what its update is the gradient of, averaged over ranks."""
+    """One way to train: an update is the gradient of the sum of a window's losses, averaged over ranks."""
 
     model: Any
     optimizer: Any
 
     def forward_context(self, micro_batch: MicroBatch) -> Any:
-        """What surrounds forward and backward of a micro-batch."""
+        """Return the context manager for forward and backward of a micro-batch."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -45,10 +45,10 @@ class Contender(ABC):
 
     @abstractmethod
     def weights(self) -> Weights:
-        """All master weights in full, on the CPU (collective)."""
+        """Return all master weights in full, on the CPU (collective)."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back what would outlive the object."""
+        """Release what would outlive the object."""
 
 
 class Plain(Contender):

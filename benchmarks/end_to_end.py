@@ -7,7 +7,7 @@ Starts two ranks. All contenders train the demo's model on the demo's requests w
 and divide the sum over a window's trained tokens by their number. Two parts: ``fp32``, everything on the device; and
 ``bf16``, a bf16 model with fp32 masters and fp32 accumulation, the optimizer on the CPU where a contender can do that.
 
-- Speed: every contender has a training of its own in the same two processes, and they take each window in turn. Shown
+- Speed: every contender has a training of its own in the same two processes, and they run each window in turn. Shown
   is stock's time divided by the contender's (all compute the same tokens, so that it is a ratio of tokens per second):
   median and quartiles of all windows but the first. Stock runs with ``managed_gradient_accumulation: false``, its own
   way to many backwards and one step.
@@ -77,7 +77,7 @@ class Window:
 
 @dataclass
 class Result:
-    """What one rank has measured of a contender."""
+    """Measurements of a contender on one rank."""
 
     seconds: list[float] = field(default_factory=list)
     peak: int = 0
@@ -88,7 +88,7 @@ class Result:
 
 
 class LiveTensors(TorchDispatchMode):
-    """Bytes of all storages that operators have met and that are still alive, and the most there have been."""
+    """Bytes of all storages that operators have used and that are still alive, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class LiveTensors(TorchDispatchMode):
             self._at_most += storage.nbytes() - size
 
     def live(self) -> int:
-        """Bytes that are alive now."""
+        """Return the bytes that are alive now."""
         alive = {}
         for address, (reference, _) in self._seen.items():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -124,7 +124,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def demo_config(overrides: list[str]) -> Any:
-    """The configuration of ``make demo``."""
+    """Return the configuration of ``make demo``."""
     from hydra import compose, initialize_config_module
 
     from requestzero.recipes.config_schema import register_schema
@@ -135,7 +135,7 @@ def demo_config(overrides: list[str]) -> Any:
 
 
 def demo_windows(cfg: Any, count: int) -> list[Window]:
-    """This rank's part of the demo's first windows (collective)."""
+    """Return this rank's part of the demo's first windows (collective)."""
     from requestzero.recipes.build import build_data, build_loader, build_tokenizer
 
     tokenizer = build_tokenizer(cfg.model)
@@ -152,7 +152,7 @@ def demo_windows(cfg: Any, count: int) -> list[Window]:
 
 
 def demo_model(cfg: Any) -> torch.nn.Module:
-    """The same weights on every call and rank."""
+    """Build the demo's model, with the same weights on every call and rank."""
     from requestzero.recipes.build import build_model
 
     torch.manual_seed(cfg.seed)
@@ -160,7 +160,7 @@ def demo_model(cfg: Any) -> torch.nn.Module:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Every rank's value (collective)."""
+    """Return every rank's value (collective)."""
     values: list[Any] = [None] * RANKS
     dist.all_gather_object(values, value)
     return values
@@ -177,7 +177,7 @@ def train_window(contender: Contender, window: Window, request_ended: Callable[[
 
 
 def measure_memory(build: Callable[[], Contender], windows: list[Window], result: Result) -> None:
-    """Bytes at the peak and between requests, of this rank (collective)."""
+    """Measure the bytes at the peak and between requests on this rank (collective)."""
     cuda = torch.cuda.is_available()
     tensors = LiveTensors()
 
@@ -195,7 +195,7 @@ def measure_memory(build: Callable[[], Contender], windows: list[Window], result
 
 
 def measure_time(contenders: dict[str, Contender], windows: list[Window], results: dict[str, Result]) -> None:
-    """Seconds of every window, one contender after the other, each window beginning with another one (collective)."""
+    """Measure the seconds of every window, contenders in turn, each window beginning with another (collective)."""
     names = list(contenders)
     for number, window in enumerate(windows):
         first = number % len(names)
@@ -213,7 +213,7 @@ def synchronize() -> None:
 
 
 def measure_part(part: str, cfg: Any, windows: list[Window]) -> dict[str, Result]:
-    """All that is measured on this rank, by contender (collective)."""
+    """Run all measurements of this rank, by contender (collective)."""
     builds = {
         name: lambda contender=contender: contender(demo_model(cfg), cfg.optimizer.lr)
         for name, contender in PARTS[part].items()
@@ -230,7 +230,7 @@ def measure_part(part: str, cfg: Any, windows: list[Window]) -> dict[str, Result
 
 
 def plain_weights(cfg: Any, windows: list[Window]) -> list[Weights]:
-    """Final weights of plain PyTorch on one process, in fp32 (the first rank computes it) and in fp64 (the second)."""
+    """Train plain PyTorch on one process, in fp32 on the first rank and in fp64 on the second; return the weights."""
     everywhere = gathered([window.micro_batches for window in windows])
     contender = Plain(demo_model(cfg), cfg.optimizer.lr, (torch.float32, torch.float64)[dist.get_rank()])
     for number, window in enumerate(windows):

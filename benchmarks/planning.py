@@ -1,4 +1,4 @@
-"""Seconds and memory that planning takes on one core, by number of ranks; a table in Markdown.
+"""Seconds and memory of planning on one core, by number of ranks, as a table in Markdown.
 
 ``python benchmarks/planning.py [--requests N] [--sample N]``. The dataset has N synthetic requests whose lengths are
 computed when they are asked for: 1 to 1,000 texts, mostly few, of 3 to 30,000 tokens, both log-normal. ``--sample`` of
@@ -23,7 +23,7 @@ TOKENS = 32_768
 
 
 def lengths_of(request: int) -> list[int]:
-    """Tokens of the texts of a request: median 3 texts and 250 tokens, a tail of a thousand texts."""
+    """Return the tokens of the texts of a request: median 3 texts and 250 tokens, a tail of a thousand texts."""
     rng = random.Random(request)
     texts = min(1000, max(1, int(rng.lognormvariate(math.log(3), 1.3))))
     return [min(30_000, max(3, int(rng.lognormvariate(math.log(250), 1.2)))) for _ in range(texts)]
@@ -31,7 +31,7 @@ def lengths_of(request: int) -> list[int]:
 
 @dataclass
 class Result:
-    """What planning ``sample`` requests took."""
+    """Seconds and memory of planning ``sample`` requests."""
 
     requests: int
     seconds: float
@@ -45,7 +45,7 @@ def planner_of(requests: int, layout: str, world_size: int) -> Planner:
 
 
 def measure(requests: int, sample: int, world_size: int, layout: str) -> Result:
-    """Time without, and peak memory with tracemalloc, for which a tenth of the sample is planned again."""
+    """Measure the time and, with tracemalloc, the peak memory; for this a tenth of the sample is planned again."""
     planner = planner_of(requests, layout, world_size)
     total, planned = PlanStatistics(), 0
     started = time.process_time()

@@ -24,7 +24,7 @@ CONFIG_NAME = "accelerate_sft"
 
 
 def main() -> None:
-    """Check the command line as a whole, then let Hydra run it; exit code 2 with all problems otherwise."""
+    """Check the command line as a whole, then let Hydra run it; exit with code 2 and all problems otherwise."""
     from requestzero.recipes.accelerate_start import begin, refuse
 
     register_launched()
@@ -54,7 +54,7 @@ def _start(cfg: DictConfig) -> None:
 
 
 def run(cfg: DictConfig, output_dir: Path) -> Any:
-    """Train as ``cfg`` says; the ``RunSummary`` on the first rank, ``None`` on the others (collective).
+    """Train as ``cfg`` says; return the ``RunSummary`` on the first rank, ``None`` on the others (collective).
 
     Raises:
         UsageError: the configuration or the data has problems; all of them are named.
@@ -66,7 +66,7 @@ def run(cfg: DictConfig, output_dir: Path) -> Any:
 
 
 def train(cfg: Any, output_dir: Path) -> Any:
-    """The loop."""
+    """Run the loop."""
     from accelerate.utils import set_seed, tqdm
 
     from requestzero.recipes.accelerate_start import (
@@ -123,7 +123,7 @@ def train(cfg: Any, output_dir: Path) -> Any:
                 accelerator.log({**metrics, **totals.counts()}, step=totals.updates)  # adds grad_norm and overflow/...
             if totals.updates % (cfg.trainer.checkpoint_every_n_steps or steps) == 0 or totals.updates == steps:
                 accelerator.save_state(str(checkpoint_directory(output_dir) / f"update-{totals.updates}"))
-            # Of what has been trained on, and not of what is fetched ahead.
+            # The plan of trained windows, not of those that are fetched ahead.
             plan = loader.state_dict()["loader"]["statistics"]
             if totals.updates == steps:
                 break

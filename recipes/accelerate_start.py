@@ -1,4 +1,4 @@
-"""Around the loop of ``accelerate_sft``: how a rank starts, its ``Accelerator``, and the summary."""
+"""Start and end of ``accelerate_sft`` on a rank: its ``Accelerator``, and the summary."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 def is_first_rank() -> bool:
-    """Whether this process reports: as the launcher's environment says, before ranks are joined."""
+    """Return true on the rank that reports, by the launcher's environment: ranks are not joined yet."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def begin() -> None:
-    """For a command only: one rank makes the run's directory, and libraries are quiet about what cannot be changed."""
+    """Make the run's directory on one rank, and silence libraries about what cannot be changed. For a command only."""
     if not is_first_rank():
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
         sys.argv += ["hydra.job_logging.handlers.file.filename=/dev/null"]
@@ -46,14 +46,14 @@ def find_gpus() -> int:
 
 
 def refuse(problems: list[str]) -> NoReturn:
-    """Name the problems, once, and end with exit code 2."""
+    """Print the problems once, and exit with code 2."""
     if is_first_rank():
         print("Nothing was started:", *(f"  {problem}" for problem in problems), sep="\n", file=sys.stderr)
     sys.exit(2)
 
 
 def make_accelerator(cfg: Any, output_dir: Path) -> Accelerator:
-    """The ``Accelerator`` for the sections ``zero``, ``overflow`` and ``precision``, with trackers. Joins the ranks."""
+    """Build the ``Accelerator`` for ``zero``, ``overflow`` and ``precision``, with trackers. Joins the ranks."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
     from requestzero import RequestZeROPlugin
@@ -77,14 +77,14 @@ def make_accelerator(cfg: Any, output_dir: Path) -> Accelerator:
 
 
 def same_on_all_ranks(path: Path) -> Path:
-    """The first rank's path. Collective."""
+    """Return the first rank's path (collective)."""
     from accelerate.utils import broadcast_object_list
 
     return Path(broadcast_object_list([str(path)])[0])
 
 
 def progress_of(engine: Any) -> dict[str, float]:
-    """What the progress bar shows of the engine."""
+    """Return the engine's values for the progress bar."""
     return {
         "grad norm": float(engine.get_global_grad_norm()),
         "skipped": engine.skipped_updates,
@@ -95,7 +95,7 @@ def progress_of(engine: Any) -> dict[str, float]:
 def summarize(
     accelerator: Any, totals: Any, plan: Any, output_dir: Path, speed: float, held: int, skipped_lines: list[str]
 ) -> RunSummary | None:
-    """The summary on the first rank, ``None`` on the others. Collective.
+    """Return the summary on the first rank, ``None`` on the others (collective).
 
     Args:
         accelerator: the one that has trained.
@@ -103,7 +103,7 @@ def summarize(
         plan: state of the loader's :class:`~requestzero.planning.PlanStatistics`.
         output_dir: the run's directory.
         speed: trained tokens per second, over all ranks.
-        held: bytes of the gradient partition after a request within a window, the most on this rank.
+        held: bytes of the gradient partition after a request within a window, the largest on this rank.
         skipped_lines: of the data file.
     """
     import torch

@@ -14,7 +14,7 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class SequenceCollate:
-    """Collates the recipes' own sequences. (A class, so that worker processes can be sent it.)"""
+    """Collates the recipes' own sequences. A class, since worker processes unpickle it."""
 
     collate: PaddedCollate | PackedCollate
 
@@ -27,5 +27,5 @@ class SequenceCollate:
 
 
 def make_collate(pad_id: int, layout: str = "padded") -> SequenceCollate:
-    """A function that pads sequences on the right, to the longest of them, or packs them into one row."""
+    """Return a function that pads sequences on the right, to the longest of them, or packs them into one row."""
     return SequenceCollate(PackedCollate() if layout == "packed" else PaddedCollate(pad_id))

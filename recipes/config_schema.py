@@ -75,14 +75,14 @@ class DataConfig:
     on_bad_line: str = limited("stop", words("stop", "skip"))
     """JSONL: ``stop`` names all bad lines and ends; ``skip`` leaves them out and lists them at the end."""
     sequence_length: int = limited(128, Number(lowest=2))
-    """Tokens per sequence at most."""
+    """Maximum number of tokens per sequence."""
     on_long_text: str = limited("cut", words("cut", "truncate", "skip", "stop"))
     """A text with more tokens than that: ``cut`` makes several sequences of it; ``truncate`` keeps its beginning;
     ``skip`` leaves it out and lists it at the end; ``stop`` names all of them and ends."""
     tokens_per_micro_batch: int = limited(512, Number(lowest=2))
-    """Tokens that a micro-batch has a rank compute at most, padding included."""
+    """Maximum number of tokens that a rank computes in a micro-batch, padding included."""
     micro_batch_size: int | None = limited(None, Number(lowest=1))
-    """Sequences per rank and micro-batch at most, too; ``null``: as many as the tokens allow."""
+    """Maximum number of sequences per rank and micro-batch, in addition to the tokens; ``null``: no such limit."""
     layout: str = limited("padded", words(*LAYOUTS))
     """``padded``: a row for each sequence. ``packed``: all in one row, without padding; not every model can."""
     requests_per_update: int | None = limited(None, Number(lowest=1))
@@ -90,7 +90,7 @@ class DataConfig:
     tokens_per_update: int | None = limited(None, Number(lowest=1))
     """An update window ends with the request that makes it so many tokens, over all ranks."""
     num_workers: int = limited(0, Number(lowest=0))
-    """Processes per rank that make micro-batches; 0: the training process does."""
+    """Worker processes per rank that make micro-batches; 0: the training process makes them."""
     shuffle: bool = True
     """Shuffle the requests in each epoch."""
 
@@ -143,11 +143,11 @@ class RecipeConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     seed: int = limited(0, Number(lowest=0))
-    """Chooses the initial weights and the order of the requests."""
+    """Seed of the initial weights and of the order of the requests."""
 
 
 def register_schema() -> None:
-    """Make the schema known to Hydra, as ``schema`` in a configuration's defaults list."""
+    """Register the schema with Hydra, as ``schema`` in a configuration's defaults list."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=RecipeConfig, provider="requestzero")

@@ -1,4 +1,4 @@
-"""What a recipe's command shows on the terminal."""
+"""Terminal output of a recipe's command."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ PLAIN_WIDTH = 160
 
 
 def make_console() -> Console:
-    """As wide as the terminal, or wide enough for a file."""
+    """Return a console as wide as the terminal, or wide enough for a file."""
     console = Console()
     return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 def quiet_libraries(accelerator: str) -> None:
-    """Keep what libraries say about themselves off the screen. Warnings and errors stay.
+    """Silence information and progress output of libraries. Warnings and errors stay.
 
     For a command only: it changes this process's environment and loggers.
 
     Args:
-        accelerator: ``"cpu"`` or ``"gpu"``, what the run will use.
+        accelerator: ``"cpu"`` or ``"gpu"``, the one that the run will use.
     """
     if accelerator == "cpu":
         # Otherwise DeepSpeed warns that it has found no GPU.
@@ -34,6 +34,6 @@ def quiet_libraries(accelerator: str) -> None:
     for name in (lightning.__name__, "lightning.pytorch"):
         for handler in logging.getLogger(name).handlers:
             handler.setLevel(logging.WARNING)
-    # Deprecations between other people's libraries, which a user of the recipe cannot act on.
+    # Deprecations between libraries, which a user of the recipe cannot act on.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     warnings.filterwarnings("ignore", message=r".*all_gather_into_tensor.*", category=FutureWarning)

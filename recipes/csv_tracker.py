@@ -1,4 +1,4 @@
-"""A tracker of Accelerate's that writes a CSV file: one line for each ``accelerator.log``."""
+"""A tracker for Accelerate that writes a CSV file: one line for each ``accelerator.log``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class CsvTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The open file, as ``accelerator.get_tracker("csv", unwrap=True)`` gives it."""
+        """The open file, which ``accelerator.get_tracker("csv", unwrap=True)`` returns."""
         return self._file
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """The configuration lies beside the file already."""
+        """Do nothing: the configuration lies beside the file already."""
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """One line."""
+        """Write one line."""
         row = {"step": step, **values}
         if self._writer is None:
             self._writer = csv.DictWriter(self._file, list(row))

@@ -43,7 +43,7 @@ def load_requests(
     skip_bad_lines: bool,
     on_long_text: str = "cut",
 ) -> RequestData:
-    """The requests of the JSONL file ``path``, or of the embedded text where that is ``None``.
+    """Load the requests of the JSONL file ``path``, or of the embedded text where that is ``None``.
 
     Raises:
         UsageError: the file cannot be read, has no request, or has bad lines, all of which are named (unless
@@ -55,7 +55,7 @@ def load_requests(
 
 
 def embedded_requests(tokenizer: TextTokenizer, sequence_length: int, longest_request: int) -> RequestData:
-    """Python's language reference, as requests of 1 to ``longest_request`` sequences; the same every time."""
+    """Return Python's language reference as requests of 1 to ``longest_request`` sequences, the same every time."""
     from pydoc_data.topics import topics
 
     sequences = [
@@ -78,11 +78,11 @@ def read_jsonl(
     skip_bad_lines: bool = False,
     on_long_text: str = "cut",
 ) -> RequestData:
-    """One request a line: ``{"id": ..., "texts": [...]}`` or ``{"id": ..., "messages": [...]}``.
+    """Read one request a line: ``{"id": ..., "texts": [...]}`` or ``{"id": ..., "messages": [...]}``.
 
     A text, or a chat, that is longer than ``sequence_length`` tokens is cut into sequences, or what else
     ``on_long_text`` says (see :class:`~requestzero.recipes.config_schema.DataConfig`). Texts are trained on as a
-    whole, chats on what the assistant says. Blank lines are passed over.
+    whole, chats on the assistant's turns. Blank lines are passed over.
 
     Raises:
         UsageError: see :func:`load_requests`.
@@ -110,7 +110,7 @@ def read_jsonl(
 
 
 def cut(tokens: Tokens, sequence_length: int) -> Iterator[TokenSequence]:
-    """Pieces of at most ``sequence_length`` tokens, without those in which no token would be trained on.
+    """Cut into pieces of at most ``sequence_length`` tokens; leave those out in which no token is trained on.
 
     Nothing precedes the first token of a piece, so it cannot be predicted and its label is -100.
     """
@@ -133,7 +133,7 @@ def _refuse(bad_lines: list[str], long_texts: list[str]) -> None:
 
 
 def _sort_out(texts: list[Tokens], sequence_length: int, on_long_text: str) -> tuple[list[Tokens], list[str]]:
-    """The texts to be cut, and what there is to say about long ones that are left out or not wanted."""
+    """Return the texts to be cut, and messages about long ones that are left out or not allowed."""
     if on_long_text == "cut":
         return texts, []
     if on_long_text == "truncate":
@@ -164,7 +164,7 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse(line: bytes, tokenizer: TextTokenizer) -> tuple[str | int, list[Tokens]]:
-    """The request's name and its texts."""
+    """Return the request's name and its texts."""
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -183,7 +183,7 @@ def _parse(line: bytes, tokenizer: TextTokenizer) -> tuple[str | int, list[Token
 
 
 def _check_characters(record: Any) -> None:
-    """JSON can write halves of a character, which cannot be encoded."""
+    """Raise for halves of a character, which JSON can contain and which cannot be encoded."""
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Which devices a configuration asks for, known before any process starts."""
+"""Devices of a configuration, known before any process starts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Devices:
 
 
 def count_gpus() -> int:
-    """CUDA devices that this process sees."""
+    """Return the number of CUDA devices that this process sees."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def choose_devices(trainer: Any) -> Devices:
-    """What the ``trainer`` section asks for, with ``auto`` and ``null`` filled in."""
+    """Return the devices of the ``trainer`` section, with ``auto`` and ``null`` resolved."""
     gpus = 0 if trainer.accelerator == "cpu" else count_gpus()
     accelerator = trainer.accelerator if trainer.accelerator != "auto" else "gpu" if gpus else "cpu"
     started = os.environ.get("LOCAL_WORLD_SIZE")  # by torchrun, which has decided

@@ -1,4 +1,4 @@
-"""What the user can put right: reported as a list of problems, without a traceback."""
+"""Errors that the user can correct: reported as a list of problems, without a traceback."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class UsageError(ValueError):
 
 
 class BadLineError(ValueError):
-    """A line of a data file is not a usable request; the message says why."""
+    """A line of a data file that is not a usable request; the message says why."""
 
 
 def end_run(reason: BaseException) -> NoReturn:
-    """Say once, on the first rank, why a run has ended that all ranks end alike; exit code 1 on all of them."""
+    """Exit with code 1 for an error that all ranks raise; print it on the first rank only."""
     if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
         print("The run was ended:", reason, sep="\n  ", file=sys.stderr, flush=True)
     sys.exit(1)

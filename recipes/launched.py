@@ -1,7 +1,7 @@
-"""What ``accelerate launch`` has decided, as values of the recipe's configuration.
+"""Decisions of ``accelerate launch``, as values of the recipe's configuration.
 
-``${launched:stage}`` in a YAML file is what accelerate's config file (and the DeepSpeed file that it names) says, or a
-default where it says nothing or the recipe was started in another way.
+``${launched:stage}`` in a YAML file is the value in accelerate's config file (and the DeepSpeed file that it names), or
+a default where there is none or the recipe was started in another way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DEFAULTS = {
 
 
 def register_launched() -> None:
-    """Make ``${launched:...}`` known to OmegaConf. Done again it reads the environment again."""
+    """Register ``${launched:...}`` with OmegaConf. A second call reads the environment again."""
     _said.cache_clear()
     OmegaConf.register_new_resolver(RESOLVER, launched, replace=True)
 

@@ -13,7 +13,7 @@ from requestzero.recipes.optimizer import make_optimizer, make_warmup
 
 
 class LanguageModeling(LightningModule):
-    """Next-token prediction. It knows nothing of requests, only what their micro-batches' losses are divided by.
+    """Next-token prediction. It knows nothing of requests but the normalization of their micro-batches' losses.
 
     Args:
         model: called as Hugging Face's causal LMs are.
@@ -28,7 +28,7 @@ class LanguageModeling(LightningModule):
         self.normalization = normalization
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """``loss`` for the backward, and the sum of the losses (nats) of its trained ``tokens``, and their number."""
+        """Return ``loss`` for the backward, the sum of the losses (nats) of its trained tokens, and their number."""
         total, tokens = next_token_loss(self.model, batch)
         loss = micro_batch_loss(total, tokens, self.normalization)
         return {"loss": loss, "loss_sum": total.detach(), "tokens": tokens}

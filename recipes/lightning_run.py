@@ -28,7 +28,7 @@ DEEPSPEED_CONFIG = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_o
 
 
 def train(cfg: Any, output_dir: Path, console: Console) -> RunSummary | None:
-    """Train; the summary on the first rank, ``None`` on the others (collective).
+    """Train; return the summary on the first rank, ``None`` on the others (collective).
 
     Raises:
         UsageError: the data has problems; all of them are named, before another rank is started.
@@ -45,13 +45,13 @@ def train(cfg: Any, output_dir: Path, console: Console) -> RunSummary | None:
 
 
 def make_strategy(cfg: Any) -> RequestZeRO:
-    """The strategy that the sections ``zero`` and ``overflow`` describe."""
+    """Build the strategy of the sections ``zero`` and ``overflow``."""
     settings = zero_settings(cfg)
     return RequestZeRO(**vars(settings), config=DEEPSPEED_CONFIG)
 
 
 def make_trainer(cfg: Any, output_dir: Path, console: Console, metrics: UpdateMetrics) -> Trainer:
-    """The Trainer; its loader marks where update windows end."""
+    """Build the Trainer; its loader marks the ends of update windows."""
     devices = choose_devices(cfg.trainer)
     return Trainer(
         strategy=make_strategy(cfg),
@@ -78,7 +78,7 @@ def _loggers(output_dir: Path) -> list[Logger]:
 
 
 def _checkpoints(cfg: Any, output_dir: Path) -> list[ModelCheckpoint]:
-    """One after the last update, saved within the fit so that a longer run continues from there exactly."""
+    """Return callbacks that save at intervals and after the last update, within the fit: a longer run continues exactly."""
     intervals = {cfg.trainer.checkpoint_every_n_steps or cfg.trainer.max_steps, cfg.trainer.max_steps}
     return [
         ModelCheckpoint(

@@ -23,7 +23,7 @@ CONFIG_NAME = "lightning_sft"
 
 
 def main() -> None:
-    """Check the command line as a whole, then let Hydra run it; exit code 2 with all problems otherwise."""
+    """Check the command line as a whole, then let Hydra run it; exit with code 2 and all problems otherwise."""
     problems = command_problems(sys.argv[1:], CONFIG_NAME)
     if problems:
         _refuse(problems)
@@ -55,7 +55,7 @@ def _refuse(problems: list[str]) -> None:
 
 
 def run(cfg: DictConfig, output_dir: Path, console: Any) -> Any:
-    """Train as ``cfg`` says; the ``RunSummary`` on the first rank, ``None`` on the others.
+    """Train as ``cfg`` says; return the ``RunSummary`` on the first rank, ``None`` on the others (collective).
 
     Args:
         cfg: The composed configuration, see :class:`~requestzero.recipes.config_schema.RecipeConfig`.
@@ -65,7 +65,7 @@ def run(cfg: DictConfig, output_dir: Path, console: Any) -> Any:
     Raises:
         UsageError: the configuration or the data has problems; all of them are named.
     """
-    # Training's imports take seconds; a wrong command line is told at once.
+    # Training's imports take seconds; a wrong command line is reported at once.
     from requestzero.recipes.lightning_run import train
 
     problems = config_problems(cfg)

@@ -35,7 +35,7 @@ class ByteDecoder(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None, **_: Any
     ) -> SimpleNamespace:
-        """Logits ``[sequences, tokens, vocabulary]`` as ``.logits``.
+        """Return logits of shape ``[sequences, tokens, vocabulary]`` as ``.logits``.
 
         ``attention_mask`` is not needed: padding is on the right, where a causal decoder does not look. With
         ``position_ids`` the sequences are packed: each begins at position 0, and none attends to another. The
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 def _packed_mask(position_ids: Tensor) -> Tensor:
-    """``[rows, 1, tokens, tokens]``: whether a token attends to another one, of its sequence and not after it."""
+    """Return the mask, bool of shape ``[rows, 1, tokens, tokens]``: attend within a sequence, and not ahead."""
     sequence = (position_ids == 0).cumsum(-1)
     return (sequence[:, None, :, None] == sequence[:, None, None, :]).tril()
 
@@ -91,7 +91,7 @@ def _initialize(module: nn.Module) -> None:
 
 
 def load_hugging_face(path: str) -> Any:
-    """The causal LM saved in the directory ``path``; nothing is fetched from elsewhere."""
+    """Load the causal LM saved in the directory ``path``; nothing is downloaded."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
@@ -100,7 +100,7 @@ def load_hugging_face(path: str) -> Any:
 
 
 def next_token_loss(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross entropy of a micro-batch, summed over its trained tokens (nats), and their number.
+    """Return the cross entropy of a micro-batch, summed over its trained tokens (nats), and their number.
 
     Exactly zero where nothing is trained on, as in a filler, with gradients of zero for every parameter.
     """
@@ -114,5 +114,5 @@ def next_token_loss(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 
 def micro_batch_loss(total: Tensor, tokens: Tensor, normalization: str) -> Tensor:
-    """What to call ``backward`` with: ``"mean"`` is the mean of the micro-batches' means, all else wants the sum."""
+    """Return the loss for ``backward``: the mean over tokens with ``"mean"``, the sum with any other normalization."""
     return total / tokens.clamp(min=1) if normalization == "mean" else total

@@ -1,4 +1,4 @@
-"""AdamW and its warm-up, as the section ``optimizer`` describes them; the same in both recipes."""
+"""AdamW and its warm-up by the section ``optimizer``; the same in both recipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from requestzero.recipes.config_schema import OptimizerConfig
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over all parameters, PyTorch's or DeepSpeed's for the CPU."""
+    """Build AdamW over all parameters, PyTorch's or DeepSpeed's for the CPU."""
     if config.name == "cpu_adam":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -19,6 +19,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def make_warmup(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> LambdaLR:
-    """Linear rise of the learning rate; one step of the scheduler is one applied update."""
+    """Build a linear rise of the learning rate; one step of the scheduler is one applied update."""
     rise = config.warmup_steps + 1
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rise))

@@ -22,7 +22,7 @@ from requestzero.recipes.devices import choose_devices
 
 CONFIGS = "pkg://requestzero.configs"
 
-# What a value of this kind has to be, in messages.
+# Names of the kinds of values, in messages.
 _KINDS = {
     "IntegerNode": "a whole number",
     "FloatNode": "a number",
@@ -37,7 +37,7 @@ def command_problems(arguments: Sequence[str], config_name: str) -> list[str]:
     """Return all problems of a command line; empty if it can be run.
 
     Args:
-        arguments: What follows the program's name: overrides, and Hydra's own flags.
+        arguments: of the program, after its name: overrides, and Hydra's own flags.
         config_name: The recipe's configuration, where the flags do not name another.
     """
     # Hydra has no public parser of its own flags.
@@ -59,7 +59,7 @@ def command_problems(arguments: Sequence[str], config_name: str) -> list[str]:
 
 @contextmanager
 def _hydra(config_dir: str | None) -> Iterator[None]:
-    """Hydra as ``hydra.main`` sets it up: the public ``initialize`` knows no second directory."""
+    """Set Hydra up as ``hydra.main`` does: the public ``initialize`` knows no second directory."""
     from hydra import version
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path

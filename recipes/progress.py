@@ -22,7 +22,7 @@ PLAIN_LINES = 10
 
 
 class UpdateProgress(Callback):
-    """Updates done of all, with requests, loss, gradient norm, skipped updates and dropped requests; first rank only.
+    """Shows updates, requests, loss, gradient norm, skipped updates and dropped requests, on the first rank only.
 
     Where the output is not a terminal, about ten plain lines are printed instead of a bar.
     """

@@ -1,4 +1,4 @@
-"""What a run ends with: a table of its results, and the lines of data that were left out."""
+"""Report of a run: a table of its results, and the lines of data that were left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from requestzero.planning import PlanStatistics
 
 
 def checkpoint_directory(output_dir: Path) -> Path:
-    """Where a run's checkpoints lie."""
+    """Return the directory of a run's checkpoints."""
     return output_dir / "checkpoints"
 
 
@@ -34,10 +34,10 @@ class RunSummary:
     tokens_per_second: float
     """Trained tokens, over all ranks."""
     bytes_between_requests: int
-    """Gradient partition on the accelerator after a request within a window, the most on any rank."""
+    """Bytes of the gradient partition on the accelerator after a request within a window, the largest of any rank."""
     bytes_at_peak: int
     plan: PlanStatistics
-    """How the requests were shared by the ranks, and what naive splitting would have cost."""
+    """Statistics of the plan, and of a naive split of the same requests."""
     checkpoint: Path
     logs: Path
     skipped_lines: list[str]
@@ -45,7 +45,7 @@ class RunSummary:
 
 
 def print_report(console: Console, summary: RunSummary) -> None:
-    """The summary as a table, with skipped lines of data above it."""
+    """Print the summary as a table, with skipped lines of data above it."""
     for line in summary.skipped_lines:
         console.print(f"left out: {line}", markup=False, highlight=False)
     if summary.skipped_lines:
@@ -60,7 +60,7 @@ def print_report(console: Console, summary: RunSummary) -> None:
 
 
 def _shown(path: Path) -> str:
-    """Relative to the working directory where it lies in there."""
+    """Return a path relative to the working directory, if it lies in there."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
@@ -84,7 +84,7 @@ def _rows(summary: RunSummary) -> dict[str, str]:
 
 
 def _plan_rows(plan: PlanStatistics) -> dict[str, str]:
-    """What was planned; in brackets the same in order, with a fixed number of sequences per rank, padded."""
+    """Return the rows of the plan, with the naive plan in brackets: in order, a fixed number per rank, padded."""
     ours, naive = plan.planned, plan.naive
     return {
         "tokens": f"{plan.tokens:,} in {plan.sequences:,} sequences",

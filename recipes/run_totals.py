@@ -1,4 +1,4 @@
-"""What a run has counted, over all its parts where it is resumed; the same in both recipes."""
+"""Counts of a run, over all its parts where it is resumed; the same in both recipes."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ class RunTotals:
             self.first_loss = self.last_loss
 
     def counts(self) -> dict[str, int]:
-        """What is logged of them at every update."""
+        """Return the counts that are logged at every update."""
         return {name: getattr(self, name) for name in ("requests", "micro_batches", "tokens")}

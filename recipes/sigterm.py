@@ -10,10 +10,10 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 
 class StopOnSigterm(Callback):
-    """SIGTERM (from ``timeout``, a container's stop, ...) does what Ctrl-C does.
+    """Lets SIGTERM (from ``timeout``, a container's stop, ...) do what Ctrl-C does.
 
     Lightning 2.6 tells the other ranks by a broadcast from within the signal handler. Where the signal comes
-    in the middle of a backward, the broadcast meets another rank's reduction and all ranks wait forever. Only
+    in the middle of a backward, the broadcast meets another rank's reduction and all ranks wait for ever. Only
     ranks that the command itself has started are concerned; a cluster's launcher ends them all by itself.
     """
 

@@ -14,7 +14,7 @@ Chat = list[dict[str, str]]
 
 @dataclass
 class Tokens:
-    """Token ids of a text or a chat, and for each of them whether it is trained on."""
+    """Token ids of a text or a chat, and for each of them true if it is trained on."""
 
     ids: list[int] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
@@ -25,16 +25,16 @@ class Tokens:
 
 
 class TextTokenizer(Protocol):
-    """What the recipe's data needs of a tokenizer."""
+    """Interface of the tokenizers."""
 
     pad_id: int
 
     def encode_text(self, text: str) -> Tokens:
-        """All of ``text`` and an end token, trained on."""
+        """Encode all of ``text`` and an end token, trained on."""
         ...
 
     def encode_chat(self, messages: Chat) -> Tokens:
-        """A chat up to its last assistant turn; the assistant's turns are trained on, with their end.
+        """Encode a chat up to its last assistant turn; the assistant's turns are trained on, with their end.
 
         Raises:
             BadLineError: the chat cannot be written in this model's form.
@@ -103,7 +103,7 @@ class HuggingFaceTokenizer:
 
 
 def _encode_plain_chat(messages: Chat, encode: Callable[[str], list[int]], end_ids: list[int]) -> Tokens:
-    """Every turn as ``"role: content"`` and an end token."""
+    """Encode every turn as ``"role: content"`` and an end token."""
     tokens = Tokens()
     for message in messages:
         tokens.add(encode(f"{message['role']}: "), False)

@@ -1,4 +1,4 @@
-"""What happened in each update window and in the run, over all ranks."""
+"""Metrics of each update window and of the run, over all ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from requestzero.recipes.run_totals import RunTotals
 
 @dataclass
 class RankFigures:
-    """What this process measured; a resumed run starts anew."""
+    """Measurements of this process; a resumed run starts anew."""
 
     seconds: float = 0.0
     """From the start of training to the end of the last update."""
     tokens: int = 0
     """Trained tokens over all ranks in that time."""
     bytes_between_requests: int = 0
-    """This rank's gradient partition, the most held after a request within a window."""
+    """Bytes of this rank's gradient partition after a request within a window, the largest."""
     bytes_at_peak: int = 0
     updates_applied: int = 0
     """Over the whole training, as the two following."""
@@ -97,6 +97,6 @@ class UpdateMetrics(Callback):
 
 
 def running_strategy(trainer: Trainer) -> Any:
-    """The trainer's ``RequestZeRO`` within fit, where it has an engine."""
+    """Return the trainer's ``RequestZeRO`` within fit, where it has an engine."""
     assert isinstance(trainer.strategy, RequestZeRO)
     return trainer.strategy

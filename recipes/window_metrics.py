@@ -1,4 +1,4 @@
-"""What a loop of its own counts: sums over the run, which go on when it is resumed, and the mean loss of a window."""
+"""Counts of a plain loop: sums over the run, which go on when it is resumed, and the mean loss of a window."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from requestzero.recipes.run_totals import RunTotals
 
 @dataclass
 class LoopTotals(RunTotals):
-    """Counts of a run; ``accelerator.register_for_checkpointing`` takes it."""
+    """Counts of a run, for ``accelerator.register_for_checkpointing``."""
 
     updates: int = 0
-    """Attempted ones."""
+    """Attempted updates."""
 
     def add(self, window: Any, loss_sum: float, tokens: float) -> None:
         """Count one window; ``loss_sum`` and ``tokens`` are over all ranks."""
@@ -39,10 +39,10 @@ class WindowLoss:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, loss_sum: Tensor, tokens: Tensor) -> None:
-        """``loss_sum`` is the sum over ``tokens`` tokens."""
+        """Add the sum of the losses of ``tokens`` tokens."""
         self._sums += torch.stack([loss_sum.detach(), tokens]).double()
 
     def take(self) -> Tensor:
-        """``[sum of losses, tokens]``, and start anew."""
+        """Return ``[sum of losses, tokens]``, and start anew."""
         taken, self._sums = self._sums, torch.zeros_like(self._sums)
         return taken

@@ -1,4 +1,4 @@
-"""``python -m requestzero.doctor [CONFIG]``: whether this installation fits, and what stock DeepSpeed does to a config.
+"""``python -m requestzero.doctor [CONFIG]``: check the installation, and a config against stock DeepSpeed.
 
 Light on purpose: DeepSpeed is loaded when the diagnosis is made.
 """

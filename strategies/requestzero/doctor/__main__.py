@@ -26,7 +26,7 @@ exit status:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report; the exit status."""
+    """Print the report; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m requestzero.doctor",
         description=DESCRIPTION,

@@ -1,4 +1,4 @@
-"""The DeepSpeed config in a file: one of DeepSpeed's own, or one of ``accelerate launch`` that says or names one."""
+"""The DeepSpeed config in a file: DeepSpeed's own, or one of ``accelerate launch`` that contains or names one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class ConfigFile:
     """A file's DeepSpeed config."""
 
     config: Config
-    """The DeepSpeed config, with our own keys in it."""
+    """The DeepSpeed config, requestzero's keys included."""
     launched: Mapping[str, str] | None = field(default=None)
-    """Of a file of ``accelerate launch``: the environment variables that it makes of it."""
+    """The environment variables that ``accelerate launch`` makes of its file; ``None`` for a DeepSpeed file."""
 
     def refusal(self) -> str | None:
         """Return why requestzero refuses the config, as its front ends say it, or ``None`` where it does not.
 
-        Keys that nobody reads and values that DeepSpeed finds later are told too.
+        Keys that nobody reads are reported too, and values that DeepSpeed would reject later.
         """
         try:
             if self.launched is None:

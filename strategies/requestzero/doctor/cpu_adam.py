@@ -1,4 +1,4 @@
-"""Whether DeepSpeed's Adam for CPU offload could be compiled here. Nothing is compiled."""
+"""Requirements for compiling DeepSpeed's Adam for CPU offload. Nothing is compiled."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CpuAdam:
-    """What ``DeepSpeedCPUAdam`` needs, which is compiled on first use; PyTorch's optimizers need none of it."""
+    """Requirements of ``DeepSpeedCPUAdam``, which is compiled on first use; PyTorch's optimizers have none of them."""
 
     compiler: str | None
     """Path of the C++ compiler (``$CXX``, else ``c++``) if PyTorch can build extensions with it."""
     ninja: str | None
     """Path of ninja, which PyTorch starts by name."""
     compatible: bool
-    """What DeepSpeed's op builder says of the machine."""
+    """True if DeepSpeed's op builder finds the machine compatible."""
 
     @property
     def ok(self) -> bool:
@@ -23,7 +23,7 @@ class CpuAdam:
 
 
 def check_cpu_adam() -> CpuAdam:
-    """Loads DeepSpeed, whose op builder is asked.
+    """Check the requirements by DeepSpeed's own op builder, which is loaded for it.
 
     Raises:
         ImportError: DeepSpeed is not installed.

@@ -1,4 +1,4 @@
-"""Everything that the doctor has found, and the exit status that it comes to."""
+"""The diagnosis of an installation and a config, and the exit status that follows from it."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class ConfigDiagnosis:
-    """What is known of a config."""
+    """Diagnosis of a config."""
 
     path: str
     losses: list[Loss] | None
-    """What stock DeepSpeed does to its gradients; ``None``: not known."""
+    """Losses of gradients in stock DeepSpeed; ``None`` if they are not known."""
     unknown: str | None
-    """Why it is not known."""
+    """Reason for which they are not known."""
     refusal: str | None
-    """Why requestzero does not take the config; ``None``: it does."""
+    """Reason for which requestzero refuses the config; ``None`` if it does not."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The doctor's report."""
+    """Diagnosis of an installation and, where one was given, of a config."""
 
     versions: list[Finding]
     machine: Machine | None
-    """``None``: DeepSpeed, which chooses the accelerator, is not installed."""
+    """``None`` if DeepSpeed, which chooses the accelerator, is not installed."""
     cpu_adam: CpuAdam | None
-    """``None``: the same."""
+    """``None`` likewise."""
     config: ConfigDiagnosis | None
-    """``None``: no config was given."""
+    """``None`` if no config was given."""
 
     @property
     def status(self) -> Status:
@@ -59,7 +59,7 @@ class Diagnosis:
         return Status.LOSES if self.config.losses else Status.FINE
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for ``json.dumps``."""
+        """Return plain values for ``json.dumps``."""
         return {
             "status": int(self.status),
             "versions": {each.name: asdict(each) | {"ok": each.ok} for each in self.versions},
@@ -70,7 +70,7 @@ class Diagnosis:
 
 
 def diagnose(path: Path | None) -> Diagnosis:
-    """Look at this installation and, where ``path`` is given, at that config. Starts and compiles nothing.
+    """Diagnose this installation and, where ``path`` is given, that config. Starts and compiles nothing.
 
     Raises:
         ImportError: requestzero itself is not installed.
@@ -89,7 +89,7 @@ def diagnose(path: Path | None) -> Diagnosis:
 
 
 def diagnose_config(path: Path) -> ConfigDiagnosis:
-    """What is known of the config in the file ``path``; raises as :func:`diagnose`."""
+    """Diagnose the config in the file ``path``; raises as :func:`diagnose`."""
     file = read_config_file(path)
     losses, unknown = None, None
     try:

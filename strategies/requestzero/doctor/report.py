@@ -1,4 +1,4 @@
-"""The diagnosis as text: a table with rich, plain lines where rich (extra ``recipes``) is not installed."""
+"""The diagnosis as text: a table with rich, or plain lines where rich (extra ``recipes``) is not installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from requestzero.doctor.requirements import Finding
 
 OK, BAD, NEUTRAL = "ok", "no", ""
 Row = tuple[str, str, str]
-"""What it is about, what was found, and one of the three marks."""
+"""Subject, finding, and one of the three marks."""
 
 VERDICTS = {
     Status.FINE: "Nothing to be done.",
@@ -40,7 +40,7 @@ def show(diagnosis: Diagnosis) -> None:
 
 
 def rows(diagnosis: Diagnosis) -> Iterator[Row]:
-    """The report, line by line."""
+    """Return the report, line by line."""
     yield from map(_version_row, diagnosis.versions)
     machine, adam = diagnosis.machine, diagnosis.cpu_adam
     if machine is not None:

@@ -1,4 +1,4 @@
-"""The versions that are installed, against the ranges in this package's metadata (``pyproject.toml``)."""
+"""Installed versions compared with the ranges in this package's metadata (``pyproject.toml``)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PYTHON = "Python"
 
 @dataclass(frozen=True)
 class Finding:
-    """One package: what is there, what is supported, and whether that is the same."""
+    """The installed and the supported version of one package."""
 
     name: str
     installed: str | None
-    """``None``: not installed."""
+    """``None`` if it is not installed."""
     supported: str
-    """As pip writes ranges."""
+    """The supported range, in pip's notation."""
     optional: bool
-    """Whether only an extra needs it."""
+    """True if only an extra needs it."""
 
     @property
     def ok(self) -> bool:
@@ -35,7 +35,7 @@ class Finding:
 
 
 def check_versions() -> list[Finding]:
-    """Python and every package of :data:`requestzero.environment.machine.PACKAGES`, without an import of any of them.
+    """Check Python and every package of :data:`requestzero.environment.machine.PACKAGES` without importing any.
 
     Raises:
         ImportError: requestzero is not installed, as in a checkout on ``PYTHONPATH``: it has no metadata then.

@@ -1,4 +1,4 @@
-"""What DeepSpeed's own optimizers do to gradients on request boundaries, read from a config.
+"""Losses of gradients at request boundaries in DeepSpeed's own optimizers, derived from a config.
 
 Written for DeepSpeed 0.19.8, whose ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and
 ``runtime/bf16_optimizer.py`` it follows. ``tests/doctor/test_stock_losses.py`` runs these against each other,
@@ -27,7 +27,7 @@ _DECIDING = (
 
 
 class Loss(Enum):
-    """One way in which an update is not the sum of its window; the value says which windows, and what happens."""
+    """One way in which an update is not the sum of its window; the value describes the windows and the effect."""
 
     EARLIER_REQUESTS = (
         "Updates of several requests: the end of a request puts its own sum in the place of what was there. Only the "
@@ -66,24 +66,24 @@ class Loss(Enum):
 
 @dataclass(frozen=True)
 class StockRun:
-    """What a config says of the path that gradients take in DeepSpeed's own optimizers."""
+    """The options of a config that decide how DeepSpeed's own optimizers handle gradients."""
 
     stage: int
     offload: bool
     model: str
     """dtype of the parameters: ``"fp32"``, ``"bf16"`` or ``"fp16"``."""
     accumulation: str
-    """dtype of the window's sum."""
+    """dtype of the window's sum, with the same words."""
     managed: bool
-    """``managed_gradient_accumulation``: whether requests have ends."""
+    """``managed_gradient_accumulation``; without it requests have no ends."""
     overlap: bool
     """``overlap_comm``."""
     muon: bool
-    """Whether the config's optimizer is Muon."""
+    """True if the config's optimizer is Muon."""
 
     @property
     def losses(self) -> list[Loss]:
-        """Everything that can go wrong, if requests or parameters are as the text of each says."""
+        """Return every loss that can occur, if requests or parameters are as its text describes."""
         if self.stage == 0 or self._is_bf16_optimizer:
             return []
         if self.stage == 3:
@@ -92,12 +92,12 @@ class StockRun:
 
     @property
     def _is_bf16_optimizer(self) -> bool:
-        """Stage 1, bf16, fp32 accumulation on the device: an optimizer class of its own, which keeps one fp32 sum."""
+        """True for stage 1 in bf16 with fp32 accumulation on the device: an optimizer class with one fp32 sum."""
         return self.stage == 1 and not self.offload and (self.model, self.accumulation) == ("bf16", "fp32")
 
     @property
     def _keeps_one_sum(self) -> bool:
-        """fp32 accumulation on a 16-bit model adds to one fp32 partition from step to step, Muon's matrices aside."""
+        """True for fp32 accumulation on a 16-bit model: one fp32 partition from step to step, Muon's matrices aside."""
         return self.accumulation == "fp32" != self.model and not self.muon
 
     @property
@@ -121,7 +121,7 @@ class StockRun:
         return [*found, Loss.ABSENT_FROM_WINDOW]
 
     def _of_host_buffers(self) -> list[Loss]:
-        """The sum is a host buffer per parameter; a counter of reductions, not of its own, says whether to add to it.
+        """Return the losses where the sum is a host buffer per parameter, and a shared counter decides to add to it.
 
         Stage 2 reduces in every backward, stage 1 once per request (without managed accumulation: once per window).
         """
@@ -135,7 +135,7 @@ class StockRun:
 
 
 def stock_run(config: Mapping[str, Any]) -> StockRun:
-    """The path that ``config`` takes. Loads DeepSpeed, whose own classes read it.
+    """Return the options that decide. Loads DeepSpeed, whose own classes parse ``config``.
 
     Raises:
         ValueError: a value that decides the path is ``"auto"``, is none of DeepSpeed's, or belongs to ZenFlow; or a

@@ -1,4 +1,4 @@
-"""What a measurement or a diagnosis was made on: versions, accelerator, backend, processors."""
+"""The environment of a measurement or diagnosis: versions, accelerator, backend, processors."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ PACKAGES = ("torch", "deepspeed", "lightning", "accelerate", "transformers")
 
 @dataclass(frozen=True)
 class Machine:
-    """One process's view of its machine."""
+    """Versions and hardware, as one process sees them."""
 
     versions: dict[str, str | None]
     """Version by name: Python, requestzero and ``PACKAGES``; ``None`` for a package that is not installed."""
     accelerator: str
-    """As DeepSpeed names it: ``"cuda"``, ``"cpu"``, ..."""
+    """DeepSpeed's name of the accelerator: ``"cuda"``, ``"cpu"``, ..."""
     device: str
     """The accelerator's name, such as ``"NVIDIA H100 80GB HBM3"``; the processor's on the CPU."""
     backend: str
-    """How gradients travel between ranks: ``"nccl"``, ``"gloo"``, ..."""
+    """Backend of the ranks' communication: ``"nccl"``, ``"gloo"``, ..."""
     cpu: str
     """The processor's name."""
     cpus: int
     """Logical processors that this process may use."""
     ranks: int
-    """Data-parallel ranks that ran, or would run, on it."""
+    """Data-parallel ranks of the run."""
 
     def rows(self) -> dict[str, str]:
-        """Label -> text, in the order to be shown."""
+        """Return the description as label -> text, in the order to be shown."""
         return {
             **{name: version or "not installed" for name, version in self.versions.items()},
             "accelerator": f"{self.accelerator} ({self.device})",
@@ -46,7 +46,7 @@ class Machine:
 
 
 def describe_machine(ranks: int = 1) -> Machine:
-    """What this process runs on. Loads DeepSpeed, which chooses the accelerator, and starts nothing.
+    """Return the environment of this process. Loads DeepSpeed, which chooses the accelerator, and starts nothing.
 
     Args:
         ranks: data-parallel ranks of the run.
@@ -70,7 +70,7 @@ def describe_machine(ranks: int = 1) -> Machine:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Version by name, without an import of any of them; ``None`` where a package is missing."""
+    """Return versions by package name without importing any; ``None`` where a package is missing."""
     return {
         "Python": platform.python_version(),
         "requestzero": __version__,

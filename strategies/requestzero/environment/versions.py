@@ -1,4 +1,4 @@
-"""The one place that says which versions this package works with."""
+"""The supported versions of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUPPORTED_DEEPSPEED = "==0.19.8"
 
 
 def require_supported_deepspeed() -> None:
-    """Raise ImportError unless the installed DeepSpeed is one that this package was written for."""
+    """Raise ImportError unless the installed DeepSpeed is supported."""
     from packaging.specifiers import SpecifierSet
 
     remedy = f'pip install "deepspeed{SUPPORTED_DEEPSPEED}"'

@@ -1,4 +1,4 @@
-"""``python -m requestzero.probe``: measure, and show."""
+"""The command line of the probe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN_WIDTH = 160
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a rank failed. Bad options end with SystemExit, code 2, before anything is started."""
+    """Measure and write the results; return 0, or 1 if a rank failed. Wrong options raise SystemExit with code 2."""
     options = parse(arguments)
     from rich.console import Console
 
@@ -60,7 +60,7 @@ def _write(result: Result, options: Options) -> list[Path]:
 
 @contextmanager
 def _progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal, which vanishes at the end; a line for every tenth of the work elsewhere."""
+    """Show a bar on a terminal, which vanishes at the end; elsewhere print a line for every tenth of the work."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))

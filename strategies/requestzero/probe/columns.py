@@ -1,4 +1,4 @@
-"""What the tables show: sections, their columns, and how a value reads. The same on the terminal and on the page."""
+"""Sections and columns of the tables, on the terminal and on the page, and the format of their values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Section:
 
 
 def size(count: float) -> str:
-    """Bytes, in units of 1024."""
+    """Format a number of bytes, in units of 1024."""
     unit = min(int(math.log(count, 1024)), 3) if count >= 1 else 0
     digits = 0 if unit == 0 else 2
     return f"{count / 1024**unit:,.{digits}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
@@ -47,7 +47,7 @@ def _count(value: float) -> str:
 
 
 def _with_reference(name: str, text: Callable[[float], str]) -> Callable[[Row], str]:
-    """``reference (ratio)``; nothing where there is none."""
+    """Return ``reference (ratio)``, or nothing where there is no reference."""
 
     def cell(row: Row) -> str:
         reference = row.values.get(f"{name}_reference")
@@ -71,7 +71,7 @@ def _wrong(row: Row) -> str:
 
 
 def _moved(kind: str) -> Callable[[Row], str]:
-    """To the host + from the host."""
+    """Format the bytes to the host + from the host."""
 
     def cell(row: Row) -> str:
         if f"{kind}_to_host" not in row.values:
@@ -92,7 +92,7 @@ def _both_parts(name: str) -> Callable[[Row], str]:
 
 
 def _time(part: str) -> Callable[[Row], str]:
-    """The ratio to stock with its quartiles; on CUDA milliseconds too."""
+    """Format the ratio to stock with its quartiles; on CUDA milliseconds too."""
 
     def cell(row: Row) -> str:
         seconds, ratio = row.values.get(f"{part}_seconds"), row.values.get(f"{part}_ratio")
@@ -204,13 +204,13 @@ SECTIONS = (
 
 
 def cell_of(column: Column, row: Row) -> str:
-    """What stands in the table: the value, or the type of the error where there is none."""
+    """Return the text of a cell: the value, or the type of the error where there is none."""
     error = row.errors.get(COLUMNS[column.chosen_by])
     return error.split(":")[0] if error else column.cell(row)
 
 
 def chosen_sections(names: list[str]) -> Iterator[tuple[Section, list[Column]]]:
-    """Sections that have a column of ``names``, with these columns."""
+    """Return the sections that have a column of ``names``, with these columns."""
     for section in SECTIONS:
         columns = section.chosen(names)
         if columns:
@@ -222,7 +222,7 @@ def engine_text(row: Row) -> str:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    """Errors in full, each once."""
+    """Return the errors in full, each once."""
     texts = [
         f"{row.configuration}, {row.engine}, {name}: {error.splitlines()[0]}"
         for row in rows

@@ -1,4 +1,4 @@
-"""What a boundary backward and a step dispatch, read on the host, and move."""
+"""Operators, host reads and copies of a boundary backward and a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from requestzero.probe.models import ModelChoice
 
 
 def count_costs(configuration: Configuration, engine: Engine, model: ModelChoice) -> dict[str, int]:
-    """Counts of the second window of two requests of one micro-batch each (collective).
+    """Count the second window of two requests of one micro-batch each (collective).
 
     ``..._backward`` are of the second request's backward, a boundary that goes on from what the first one left;
     ``..._step`` are of the step. Copies and bytes are of the whole second request, since a partition may come back
@@ -33,7 +33,7 @@ def count_costs(configuration: Configuration, engine: Engine, model: ModelChoice
 
 
 def _window(training: Any, model: ModelChoice) -> tuple[Operators, Operators, Operators]:
-    """Of the second request's forward and backward, and of the step."""
+    """Run a window; count the second request's forward and backward, and the step."""
     inputs = model.inputs(training)
     for window_end in (False, True):
         announce(training, 1, window_end)

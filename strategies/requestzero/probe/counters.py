@@ -1,4 +1,4 @@
-"""Count what a piece of training does: operators, host reads, what moves between host and device, memory kept.
+"""Counters for a piece of training: operators, host reads, copies between host and device, memory kept.
 
 The tests, the benchmarks and the probe count with these. They are dispatch modes: every operator that PyTorch
 dispatches while the ``with`` block runs is seen, whoever calls it.
@@ -20,7 +20,7 @@ HOST_READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.item", "tolis
 
 
 class Operators(TorchDispatchMode):
-    """Operators by name, and what moves into and out of the tensors ``host``.
+    """Counts operators by name, and copies into and out of the tensors ``host``.
 
     ``Tensor.tolist`` reads the host without an operator that a dispatch mode would see, so it is counted on its own.
 
@@ -94,7 +94,7 @@ class Operators(TorchDispatchMode):
 
 
 class Allocations(TorchDispatchMode):
-    """Memory that operators have allocated and that is still in use, whoever holds it.
+    """Tracks the memory that operators have allocated and that is still in use, whatever holds it.
 
     Scalars are left out: norms and flags are meant to stay.
     """
@@ -122,12 +122,12 @@ class Allocations(TorchDispatchMode):
         reference = StorageWeakRef(storage)
         self._made[reference.cdata] = reference, storage.data_ptr(), storage.nbytes()
         self._upper_bound += storage.nbytes()
-        # Memory that was freed is noticed only when somebody looks: look when there may be a new peak, not every time.
+        # Freed memory is found by looking at all storages: only where there may be a new peak, not every time.
         if self._upper_bound > self.peak_bytes:
             self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave these out, by their storage, from now on."""
+        """Leave the storages of these tensors out from now on."""
         self._ignored |= {_address(tensor) for tensor in tensors}
 
     def restart_peak(self) -> None:
@@ -141,7 +141,7 @@ class Allocations(TorchDispatchMode):
 
 
 def host_memory(engine: Any) -> list[torch.Tensor]:
-    """The host gradients of an engine of either kind, and the host sums that stock keeps; empty without CPU offload."""
+    """Return the host gradients of an engine of either kind, and stock's host sums; empty without CPU offload."""
     if not getattr(engine.optimizer, "cpu_offload", False):
         return []
     gradients = [master.grad for master in engine.optimizer.single_partition_of_fp32_groups]

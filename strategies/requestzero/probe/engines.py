@@ -1,4 +1,4 @@
-"""Engines of the two kinds, built alike."""
+"""Engines of stock DeepSpeed and of requestzero, built alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from requestzero.probe.grid import Configuration, Engine
 
 @contextmanager
 def built(configuration: Configuration, engine: Engine, model: torch.nn.Module, lr: float) -> Iterator[Any]:
-    """DeepSpeed's engine, or requestzero's, around ``model``; destroyed at the end (collective).
+    """Build DeepSpeed's engine, or requestzero's, around ``model``; destroy it at the end (collective).
 
     The optimizer is PyTorch's SGD; with 16-bit masters it is DeepSpeed's CPU Adam, which is compiled on first use.
     """
@@ -39,6 +39,6 @@ def _optimizer(configuration: Configuration, model: torch.nn.Module, lr: float) 
 
 
 def announce(engine: Any, micro_batches: int, window_end: bool) -> None:
-    """Tell an engine of requestzero what comes, as the Lightning and Accelerate doors do; stock has no such call."""
+    """Announce a request to an engine of requestzero, as the front ends do; stock has no such call."""
     if hasattr(engine, "begin_request"):
         engine.begin_request(micro_batches=micro_batches, window_end=window_end)

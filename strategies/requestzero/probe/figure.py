@@ -1,4 +1,4 @@
-"""The result as a picture: memory over the micro-batches of a window, and times as ratios to stock."""
+"""The result as a figure: memory over the micro-batches of a window, and times as ratios to stock."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STYLE: Any = {
 
 
 def write_figures(result: Result, folder: Path) -> list[Path]:
-    """``probe.png`` and ``probe.svg``, as far as memory or times were measured; nothing where neither was."""
+    """Write ``probe.png`` and ``probe.svg``; neither if neither memory nor times were measured."""
     if not _panels(result):
         return []
     paths = [folder / "probe.png", folder / "probe.svg"]
@@ -50,7 +50,7 @@ def write_figures(result: Result, folder: Path) -> list[Path]:
 
 
 def svg_text(result: Result) -> str:
-    """The figure as an ``<svg>`` element; empty where there is nothing to draw."""
+    """Return the figure as an ``<svg>`` element; empty where there is nothing to draw."""
     if not _panels(result):
         return ""
     file = io.StringIO()
@@ -65,7 +65,7 @@ def _panels(result: Result) -> list[str]:
 
 
 def _memory_rows(result: Result) -> list[Row]:
-    """Of one configuration: one whose partition can be released, at the highest stage, where there is such."""
+    """Return the rows of one configuration, preferably of the highest stage with a partition that can be released."""
     rows = [row for row in result.rows if "memory" in row.values]
     if not rows:
         return []
@@ -78,7 +78,7 @@ def _timed_rows(result: Result) -> list[Row]:
 
 
 def make_figure(result: Result) -> Figure:
-    """One panel for what was measured, or two side by side."""
+    """Draw one panel, or two side by side, for memory and times as far as they were measured."""
     panels = _panels(result)
     height = max(3.8, 1.6 + 0.42 * len(_timed_rows(result)))
     figure = Figure(figsize=(6.2 * len(panels), height), layout="constrained")

@@ -12,7 +12,7 @@ from requestzero.probe.result import Result
 
 
 def write_json(result: Result, path: Path) -> None:
-    """``options``, ``machine`` and ``rows``: everything that was measured."""
+    """Write ``options``, ``machine`` and ``rows``, with everything that was measured."""
     document = {
         "options": result.options,
         "machine": asdict(result.machine),
@@ -22,7 +22,7 @@ def write_json(result: Result, path: Path) -> None:
 
 
 def write_csv(result: Result, path: Path) -> None:
-    """One line a row, the values of ``write_json`` by the same names; lists are left out."""
+    """Write one line a row, with the values of ``write_json`` by the same names; lists are left out."""
     records = [{k: v for k, v in row.record().items() if not isinstance(v, list)} for row in result.rows]
     names: dict[str, Any] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""Which configurations are measured, and with which engines."""
+"""The configurations that are measured, and their engines."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class Configuration:
 
     @property
     def has_host_copy(self) -> bool:
-        """Whether the host gradient can hold the device partition bit for bit, so that it may be released."""
+        """Return true if the host gradient can hold the device partition bit for bit, so that it may be released."""
         return self.offload and self.model != "fp32" and self.accumulation == self.masters == "fp32"
 
     def engines(self) -> list[Engine]:
-        """Stock first."""
+        """Return the engines to compare, stock first."""
         return [STOCK, *(Engine(True, retain) for retain in (RETAIN if self.has_host_copy else (None,)))]
 
     def deepspeed_config(self, engine: Engine, parameters: int) -> dict[str, Any]:
-        """For ``requestzero.initialize`` or ``deepspeed.initialize``, as ``engine`` says.
+        """Return the config for ``requestzero.initialize`` or ``deepspeed.initialize``, as ``engine`` says.
 
         Args:
             parameters: of the model. Its gradients go into one bucket: DeepSpeed's default is 500 million elements.
@@ -83,7 +83,7 @@ class Configuration:
 
 
 def grid(dtypes: tuple[str, ...], low_precision_masters: bool) -> list[Configuration]:
-    """Stage x place x masters x accumulation dtype, for models of these dtypes.
+    """Return stage x place x masters x accumulation dtype, for models of these dtypes.
 
     Args:
         dtypes: of the models.

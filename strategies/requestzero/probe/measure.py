@@ -21,12 +21,12 @@ from requestzero.probe.windows import random_windows
 
 
 def measure_all(options: Options, report: Callable[[str], None]) -> list[Row]:
-    """The rows of ``options.configurations()``, the same on every rank (collective).
+    """Measure the rows of ``options.configurations()``; return the same on every rank (collective).
 
     An engine that cannot run a measurement gets an error in its row; the others go on.
 
     Args:
-        report: told what is measured next, ``options.steps()`` times.
+        report: called with the name of the next measurement, ``options.steps()`` times.
     """
     rows = []
     for configuration in options.configurations():
@@ -71,7 +71,7 @@ _MEASUREMENTS: dict[str, Callable[[Configuration, Engine, Options], dict[str, An
 
 
 def _times(rows: list[Row], options: Options) -> None:
-    """Of the engines that could run everything else, since one that fails would stop them all."""
+    """Time the engines that could run everything else, since one that fails would stop them all."""
     running = [row for row in rows if not row.errors]
     engines = [row.engine for row in running]
     configuration = rows[0].configuration
@@ -90,7 +90,7 @@ def _times(rows: list[Row], options: Options) -> None:
 
 
 def _add_time(row: Row, part: str, own: list[float], stock: list[float] | None, device: str) -> None:
-    """The ratio to stock, where that runs. Bare seconds on CUDA only: those of a CPU say little about anything else."""
+    """Add the ratio to stock where that runs, and on CUDA the seconds; those of a CPU say little about other CPUs."""
     if row.engine.requestzero and stock is not None:
         found = spread(ratios(own, stock))
         row.values |= {f"{part}_ratio": found.median, f"{part}_ratio_low": found.low, f"{part}_ratio_high": found.high}
@@ -99,7 +99,7 @@ def _add_time(row: Row, part: str, own: list[float], stock: list[float] | None, 
 
 
 def _note(configuration: Configuration, engine: Engine) -> str:
-    """DeepSpeed has another class for one configuration, which holds a whole fp32 gradient on every rank."""
+    """Note a configuration that DeepSpeed runs with another class, which holds a whole fp32 gradient on every rank."""
     wide = configuration.model == "bf16" and configuration.accumulation == "fp32"
     if engine == STOCK and configuration.stage == 1 and not configuration.offload and wide:
         return "BF16_Optimizer"
@@ -107,10 +107,10 @@ def _note(configuration: Configuration, engine: Engine) -> str:
 
 
 def _together(call: Callable[[], dict[str, Any]]) -> tuple[dict[str, Value], str]:
-    """Values of all ranks in one, or the error of the first rank that has one."""
+    """Combine the values of all ranks, or return the error of the first rank that has one."""
     try:
         mine: tuple[dict[str, Any], str] = call(), ""
-    except Exception as error:  # told in the row: a configuration that stock cannot run is a finding
+    except Exception as error:  # reported in the row: a configuration that stock cannot run is a finding
         mine = {}, f"{type(error).__name__}: {error}"
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, mine)

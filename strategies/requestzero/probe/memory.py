@@ -1,4 +1,4 @@
-"""What gradients hold on the accelerator, over the micro-batches of one window."""
+"""Memory of gradients on the accelerator, over the micro-batches of one window."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SIZES = (2, 3, 1)
 
 
 class Meter(Protocol):
-    """Bytes in use now, and at most since ``settle``."""
+    """Bytes in use now, and at most since ``start``."""
 
     def watch(self) -> AbstractContextManager[Any]:
-        """While the block runs, allocations are seen."""
+        """Follow allocations while the block runs."""
 
-    def settle(self, training: Any) -> None:
-        """Called before the window that is measured."""
+    def start(self, training: Any) -> None:
+        """Start anew, before the window that is measured."""
 
     def bytes_in_use(self) -> int: ...
 
@@ -38,7 +38,7 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """All that PyTorch's allocator has given out on this rank's device, weights included."""
+    """All memory that PyTorch's allocator has given out on this rank's device, weights included."""
 
     def __init__(self) -> None:
         gc.collect()  # earlier engines
@@ -47,7 +47,7 @@ class CudaMeter:
     def watch(self) -> Iterator[None]:
         yield
 
-    def settle(self, training: Any) -> None:
+    def start(self, training: Any) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
 
@@ -60,7 +60,7 @@ class CudaMeter:
 
 
 class FloatingPoint(Allocations):
-    """Without the integers that ranks agree with."""
+    """Tracks floating-point memory only: the integers that ranks compare are no gradients."""
 
     @override
     def counts(self, tensor: torch.Tensor) -> bool:
@@ -68,7 +68,7 @@ class FloatingPoint(Allocations):
 
 
 class CpuMeter:
-    """Storages that operators have made since the engine's construction, whoever holds them.
+    """Storages that operators have made since the engine's construction, whatever holds them.
 
     Left out is what is no gradient on the device: weights, master weights, optimizer states and, with CPU offload, what
     lies in host memory, and the two buffers of one parameter's size that both engines have at all times.
@@ -80,7 +80,7 @@ class CpuMeter:
     def watch(self) -> Allocations:
         return self._allocations
 
-    def settle(self, training: Any) -> None:
+    def start(self, training: Any) -> None:
         self._allocations.ignore(_no_gradients(training))
         self._allocations.ignore(host_memory(training))
         time.sleep(_LATE)
@@ -108,14 +108,14 @@ def _no_gradients(training: Any) -> list[torch.Tensor]:
 
 
 def request_sizes(requests: int) -> list[int]:
-    """Micro-batches of each request of the windows for memory and times."""
+    """Return the micro-batches of each request of the windows for memory and times."""
     return [SIZES[i % len(SIZES)] for i in range(requests)]
 
 
 def measure_memory(
     configuration: Configuration, engine: Engine, model: ModelChoice, requests: int
 ) -> dict[str, int | list[int]]:
-    """Bytes on this rank over the second window of ``requests`` requests (collective).
+    """Measure the bytes on this rank over the second window of ``requests`` requests (collective).
 
     ``memory``: after every micro-batch. ``bytes_between_requests``: the most after a request's end.
     ``bytes_at_peak``: the most at any time of the window, activations included.
@@ -125,7 +125,7 @@ def measure_memory(
         with meter.watch():
             training = stack.enter_context(built(configuration, engine, model.build(), lr=1e-6))
         _window(training, model, requests, meter.watch, lambda: 0)
-        meter.settle(training)
+        meter.start(training)
         memory, ends = _window(training, model, requests, meter.watch, meter.bytes_in_use)
         return {"memory": memory, "bytes_between_requests": max(ends), "bytes_at_peak": meter.peak()}
 
@@ -143,7 +143,7 @@ def _window(
     watch: Callable[[], AbstractContextManager[Any]],
     bytes_in_use: Callable[[], int],
 ) -> tuple[list[int], list[int]]:
-    """``bytes_in_use`` after every micro-batch, and after every request; steps at the end."""
+    """Run a window; return the bytes in use after every micro-batch, and after every request."""
     inputs, memory, ends = model.inputs(training), [], []
     sizes = request_sizes(requests)
     for request, size in enumerate(sizes):

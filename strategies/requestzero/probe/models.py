@@ -1,4 +1,4 @@
-"""The models whose memory, traffic and times are measured, and their inputs."""
+"""The models for memory, traffic and times, and their inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKENS = 64
 
 
 class Chain(torch.nn.Module):
-    """``layers`` linear layers one after another, which begin as the identity so that no gradient vanishes."""
+    """A sequence of linear layers, which begin as the identity so that no gradient vanishes."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """What to build: a chain, or the Hugging Face model in the directory ``path``."""
+    """A model to build: a chain, or the Hugging Face model in the directory ``path``."""
 
     layers: int
     width: int
     path: str | None = None
 
     def build(self) -> torch.nn.Module:
-        """In fp32 on the CPU, the same on every rank."""
+        """Build the model in fp32 on the CPU, the same on every rank."""
         torch.manual_seed(0)
         if self.path is None:
             return Chain(self.layers, self.width)
@@ -63,12 +63,12 @@ class ModelChoice:
         return CausalLoss(AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32))
 
     def shape(self) -> Shape:
-        """Builds the model, and counts."""
+        """Build the model and count its parameters."""
         sizes = [p.numel() for p in self.build().parameters()]
         return Shape(sum(sizes), len(sizes))
 
     def inputs(self, engine: Any) -> torch.Tensor:
-        """One micro-batch on the engine's device: ones in the model's dtype, ``(1, width)``, or random tokens."""
+        """Return a micro-batch on the engine's device: ones in the model's dtype, ``(1, width)``, or random tokens."""
         if self.path is None:
             dtype = next(engine.module.parameters()).dtype
             return torch.ones(1, self.width, dtype=dtype, device=engine.device)

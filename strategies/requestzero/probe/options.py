@@ -30,7 +30,7 @@ DEFAULT_OUT = Path("outputs/probe")
 
 @dataclass(frozen=True)
 class Options:
-    """One run. Picklable: the ranks get it as it is."""
+    """Options of one run. Picklable: the ranks get them as they are."""
 
     ranks: int
     device: str
@@ -47,28 +47,28 @@ class Options:
     html: Path | None
 
     def configurations(self) -> list[Configuration]:
-        """In the order in which they are measured."""
+        """Return the configurations in the order in which they are measured."""
         dtypes = tuple(d for d in DTYPES if d != "fp16" or self.device == "cuda") if self.full else (self.dtype,)
         return [each for each in grid(dtypes, low_precision_masters=self.full) if self.only in str(each)]
 
     def measurements(self) -> list[str]:
-        """In the order in which they are made; times last, since they need every engine at once."""
+        """Return the measurements in their order; times last, since they need every engine at once."""
         return list(dict.fromkeys(COLUMNS[name] for name in COLUMNS if name in self.columns))
 
     def record(self) -> dict[str, Any]:
-        """For files."""
+        """Return the options as plain values, for files."""
         texts = {name: str(value) for name, value in vars(self).items() if isinstance(value, Path)}
         return {**vars(self), **texts, "columns": list(self.columns), "model": asdict(self.model)}
 
     def steps(self) -> int:
-        """How often ``measure_all`` reports."""
+        """Return the number of reports of ``measure_all``."""
         each = [name for name in self.measurements() if name != "times"]
         engines = sum(len(configuration.engines()) for configuration in self.configurations())
         return len(each) * engines + (len(self.configurations()) if "times" in self.measurements() else 0)
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """The options, from the command line.
+    """Return the options of a command line.
 
     Raises:
         SystemExit: code 2, with everything that is wrong with them on the standard error.
@@ -190,7 +190,7 @@ def _output_problems(given: argparse.Namespace) -> list[str]:
 
 
 def _folder_problems(option: str, folder: Path) -> list[str]:
-    """What keeps ``folder`` from being written into, or from being made where it does not exist yet."""
+    """Return the reasons for which ``folder`` cannot be written into, or cannot be made if it does not exist yet."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         return [f"{option}: {str(existing)!r} is a file: give a directory, which need not exist."]

@@ -16,7 +16,7 @@ _TEMPLATE = "page.html.jinja"
 
 
 def write_page(result: Result, path: Path) -> None:
-    """The tables of the terminal with what their columns mean, the figure, versions and machine."""
+    """Write the tables with the meaning of their columns, the figure, versions and machine."""
     environment = Environment(
         loader=PackageLoader("requestzero.probe", "."),
         autoescape=select_autoescape(["html", "jinja"]),

@@ -1,4 +1,4 @@
-"""What a long window's sum loses."""
+"""Rounding error of a long window's sum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OneWeight(torch.nn.Module):
 
 
 def measure_precision(configuration: Configuration, engine: Engine) -> dict[str, float]:
-    """``precision``: the largest relative error of a window against its exact sum (collective).
+    """Measure ``precision``, the largest relative error of a window against its exact sum (collective).
 
     The window is one request of ``MICRO_BATCHES``, with gradients between 1 and 2 in the model's dtype, the same on all
     ranks. Its sum is read by ``safe_get_full_grad`` before the step.

@@ -1,4 +1,4 @@
-"""Start the ranks, follow them, and take their result."""
+"""The ranks of a probe: started, followed, and ended with the command."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _LONGEST_WAIT = timedelta(minutes=10)
 
 
 class RankFailure(RuntimeError):
-    """A rank raised or died; the message says which and why. The others have been ended."""
+    """Error of a rank that raised or died; the message names it and the reason. The others have been ended."""
 
 
 def run_ranks(options: Options, report: Callable[[str], None]) -> Result:
-    """All measurements, by ``options.ranks`` processes of this machine.
+    """Run all measurements in ``options.ranks`` processes of this machine.
 
     Args:
-        report: told in this process what is measured next.
+        report: called in this process with the name of the next measurement.
 
     Raises:
-        RankFailure: see there.
+        RankFailure: a rank raised or died.
     """
     import torch.multiprocessing as ranks
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
@@ -58,7 +58,7 @@ def run_ranks(options: Options, report: Callable[[str], None]) -> Result:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Those that still run, after an interrupt of this process alone, would be waited for at its end."""
+    """End processes that still run after an interrupt of this one alone: its end would wait for them."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -75,14 +75,14 @@ def _drain(pipe: Connection, report: Callable[[str], None], found: list[Any]) ->
 
 
 def _environment(options: Options) -> dict[str, str]:
-    """What has to be set before a rank imports torch and DeepSpeed."""
+    """Return the variables that have to be set before a rank imports torch and DeepSpeed."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
     accelerator = {"DS_ACCELERATOR": "cpu"} if options.device == "cpu" else {}
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), **accelerator}
 
 
 def _rank(rank: int, options: Options, folder: str, pipe: Connection) -> None:
-    """One rank; the first one reports and sends ``(machine, rows)``."""
+    """Measure on one rank; the first one reports and sends ``(machine, rows)``."""
 
     def report(text: str) -> None:
         if rank == 0:
@@ -99,7 +99,7 @@ def _rank(rank: int, options: Options, folder: str, pipe: Connection) -> None:
 
 @contextmanager
 def process_group(rank: int, ranks: int, device: str, folder: str) -> Iterator[None]:
-    """This process as one of ``ranks``, which meet in ``folder``; on CUDA each has the device of its number.
+    """Join this process to ``ranks``, which meet in ``folder``; on CUDA each has the device of its number.
 
     For a process of its own: sets what DeepSpeed reads from the environment, and silences its logger.
     """
@@ -129,7 +129,7 @@ def process_group(rank: int, ranks: int, device: str, folder: str) -> Iterator[N
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what stands in the middle of the progress bar.
+    """Silence output that would interrupt the progress bar.
 
     DeepSpeed's ``BF16_Optimizer`` prints memory, and PyTorch warns of functions that DeepSpeed calls.
     """

@@ -1,4 +1,4 @@
-"""What there is to compare with: the figures of DeepSpeed's public pull requests, else what arithmetic predicts."""
+"""References to compare with: the figures of DeepSpeed's public pull requests, else predictions by arithmetic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def add_references(row: Row, shape: Shape, ranks: int, device: str) -> None:
-    """Put what is known beside what was measured: ``NAME_reference``, and as ``NAME_to_reference`` their ratio."""
+    """Add the known references to measured values: ``NAME_reference``, and as ``NAME_to_reference`` their ratio."""
     known = {
         "precision": _precision(row.configuration),
         "bytes_between_requests": bytes_between_requests(row, shape, ranks, device),
@@ -43,7 +43,7 @@ def add_references(row: Row, shape: Shape, ranks: int, device: str) -> None:
 
 
 def ratio(measured: float, reference: float) -> float | None:
-    """``measured / reference``; 1 where both are zero, none where only the reference is."""
+    """Return ``measured / reference``; 1 where both are zero, ``None`` where only the reference is."""
     if measured == reference:
         return 1.0
     return measured / reference if reference else None
@@ -60,7 +60,7 @@ def _is_public(configuration: Configuration, shape: Shape, ranks: int, device: s
 
 
 def bytes_between_requests(row: Row, shape: Shape, ranks: int, device: str) -> float | None:
-    """One partition per rank in the accumulation dtype, or nothing where the host gradient stands for it.
+    """Predict one partition per rank in the accumulation dtype, or nothing where the host gradient replaces it.
 
     On CUDA, where everything is counted, the model's weights too. ``None`` with ``"auto"``: it depends on the memory
     that is free.
@@ -76,7 +76,7 @@ def bytes_between_requests(row: Row, shape: Shape, ranks: int, device: str) -> f
 
 
 def _is_summed_on_host(configuration: Configuration) -> bool:
-    """Under CPU offload a sum in the model's own dtype has no buffer on the device."""
+    """Return true if the sum has no buffer on the device: under CPU offload, in the model's own dtype."""
     return configuration.offload and configuration.accumulation == configuration.model
 
 
@@ -85,7 +85,7 @@ def _partition(configuration: Configuration, shape: Shape, ranks: int) -> float:
 
 
 def _host_reads(row: Row, shape: Shape, ranks: int) -> float | None:
-    """Stock reads one norm of every tensor that the rank owns, under CPU offload; requestzero reads nothing."""
+    """Predict host reads: stock's one norm of every owned tensor under CPU offload; none of requestzero."""
     if not row.configuration.offload:
         return None
     if row.engine.requestzero:

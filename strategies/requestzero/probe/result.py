@@ -1,4 +1,4 @@
-"""What a probe found: one row for every engine of every configuration."""
+"""The result of a probe: one row for every engine of every configuration."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Row:
     configuration: Configuration
     engine: Engine
     values: dict[str, Value] = field(default_factory=dict)
-    """What was measured, by name; the most on any rank. ``reference.py`` adds ``..._reference`` to some."""
+    """Measured values by name; the largest of any rank. ``reference.py`` adds ``..._reference`` to some."""
     errors: dict[str, str] = field(default_factory=dict)
     """Measurement -> ``"TypeError: ..."`` where the engine cannot run it."""
     note: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Flat, for files: the configuration's fields, the engine, then values and errors."""
+        """Return a flat record for files: the configuration's fields, the engine, then values and errors."""
         return {
             **vars(self.configuration),
             "engine": "requestzero" if self.engine.requestzero else "stock",
@@ -47,7 +47,7 @@ class Result:
 
 
 def most(by_rank: Sequence[Value]) -> Value:
-    """The largest over ranks, element by element."""
+    """Return the largest values over ranks, element by element."""
     if isinstance(by_rank[0], list):
         return [max(each) for each in zip(*by_rank, strict=True)]
     return max(by_rank)

@@ -13,7 +13,7 @@ from requestzero.probe.result import Result
 
 
 def print_tables(console: Console, result: Result) -> None:
-    """One table a section, then errors in full."""
+    """Print one table a section, then errors in full."""
     for table in tables(result):
         console.print(table)
     for note in notes(result.rows):
@@ -21,7 +21,7 @@ def print_tables(console: Console, result: Result) -> None:
 
 
 def tables(result: Result) -> Iterator[Table]:
-    """A row for every engine; the configuration stands at its first one."""
+    """Return the tables, with a row for every engine; the configuration stands at its first one."""
     for section, columns in chosen_sections(result.options["columns"]):
         table = Table(title=section.title, title_justify="left")
         table.add_column("configuration", no_wrap=True)

@@ -33,13 +33,13 @@ class Spread:
 
 
 def spread(values: list[float]) -> Spread:
-    """Of two values or more."""
+    """Return the spread of two values or more."""
     low, median, high = statistics.quantiles(values, n=4)
     return Spread(median, low, high)
 
 
 def ratios(values: list[float], others: list[float]) -> list[float]:
-    """``values`` divided by ``others``, pair by pair of neighbouring windows."""
+    """Return ``values`` divided by ``others``, pair by pair of neighbouring windows."""
     return [value / other for value, other in zip(values, others, strict=True)]
 
 
@@ -52,7 +52,7 @@ class Timed:
         self._sizes = request_sizes(requests)
 
     def window(self) -> dict[str, float]:
-        """Mean seconds of each part; forwards are not timed, nor the agreement of ranks beside them."""
+        """Return the mean seconds of each part; forwards are not timed, nor the agreement of ranks beside them."""
         seconds: dict[str, list[float]] = {part: [] for part in PARTS}
         for request, size in enumerate(self._sizes):
             announce(self._training, size, window_end=request == len(self._sizes) - 1)
@@ -80,7 +80,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 def measure_times(
     configuration: Configuration, engines: list[Engine], model: ModelChoice, requests: int, windows: int
 ) -> dict[Engine, dict[str, list[float]]]:
-    """Seconds of every window by part, for each engine; the order changes from window to window (collective)."""
+    """Return the seconds of every window by part, for each engine; their order changes with the window (collective)."""
     seconds: dict[Engine, dict[str, list[float]]] = {engine: {part: [] for part in PARTS} for engine in engines}
     with ExitStack() as stack:
         timed = {

@@ -1,4 +1,4 @@
-"""Wrong parameter updates: what ``step()`` applied, against the window's exact sum."""
+"""Wrong parameter updates: the applied update against the window's exact sum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from requestzero.probe.windows import LR, ExactLayers, Micro, Window, reference,
 
 
 def count_wrong_updates(configuration: Configuration, engine: Engine, windows: list[Window]) -> dict[str, int]:
-    """``updates`` (windows x layers) and ``wrong_updates``, of which one bit or more is wrong (collective).
+    """Count ``updates`` (windows x layers) and ``wrong_updates``, of which a bit or more is wrong (collective).
 
     An update is the change of the fp32 master weights. With 16-bit masters, whose optimizer is Adam, it is the gradient
     that ``safe_get_full_grad`` reads before the step.
@@ -48,7 +48,7 @@ def _read(training: Any, window: Window) -> list[torch.Tensor]:
 
 
 def on_cpu(value: torch.Tensor | None) -> torch.Tensor:
-    """Return what DeepSpeed gives for a parameter; it gives nothing for one that is not its optimizer's."""
+    """Return the value of a parameter on the CPU; DeepSpeed gives ``None`` for one that is not its optimizer's."""
     assert value is not None
     return value.detach().cpu()
 

@@ -1,4 +1,4 @@
-"""Random update windows whose gradients are exact in every dtype, and what they add up to.
+"""Random update windows whose gradients are exact in every dtype, and their sums.
 
 Every layer gets ``x`` and its outputs are weighted with ``w``; both are small integers, so that a layer's gradient is
 the outer product of ``w`` and ``x`` and all sums of a window fit into bf16 without rounding.
@@ -22,7 +22,7 @@ LONGEST = 16
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro-batch: which layers it uses, one seed of values per rank, and whether it ends its request."""
+    """One micro-batch: the layers that it uses, one seed of values per rank, and the mark of a request's end."""
 
     uses: tuple[bool, ...]
     seed: int
@@ -33,7 +33,7 @@ Window = list[Micro]
 
 
 class ExactLayers(torch.nn.Module):
-    """Linear layers beside each other, without bias, that begin as zeros; ``uses`` says which take part."""
+    """Parallel linear layers without bias that begin as zeros; ``uses`` selects those that take part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class ExactLayers(torch.nn.Module):
             torch.nn.init.zeros_(param)
 
     def forward(self, x: torch.Tensor, w: torch.Tensor, uses: tuple[bool, ...]) -> torch.Tensor:
-        """The loss, a scalar, for ``x`` of ``IN`` and ``w`` of ``max(OUTS)`` elements."""
+        """Return the loss, a scalar, for ``x`` of ``IN`` and ``w`` of ``max(OUTS)`` elements."""
         total = x.sum() * 0
         for layer, used in zip(self.layers, uses, strict=True):
             if used:
@@ -54,7 +54,7 @@ class ExactLayers(torch.nn.Module):
 
 
 def values(seed: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` (a multiple of the world size, so that the mean over ranks is exact) and ``w`` of one micro-batch."""
+    """Return ``x`` (a multiple of the world size, so that the mean over ranks is exact) and ``w`` of a micro-batch."""
     generator = torch.Generator().manual_seed(seed * 1009 + rank)
     x = torch.randint(-2, 3, (IN,), generator=generator).float() * world_size
     w = torch.randint(-2, 3, (max(OUTS),), generator=generator).float()
@@ -62,7 +62,7 @@ def values(seed: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.T
 
 
 def random_windows(count: int, requests: int, seed: int) -> list[Window]:
-    """The same on every rank that asks: up to ``requests`` requests of one to three micro-batches each.
+    """Return random windows, the same on every rank: up to ``requests`` requests of one to three micro-batches each.
 
     In every window up to two parameters are absent; the others come late, in part, or in non-boundary backwards only.
     """
@@ -86,7 +86,7 @@ def _random_window(chance: random.Random, requests: int) -> Window:
 
 
 def reference(windows: list[Window], world_size: int) -> list[list[torch.Tensor]]:
-    """Plain PyTorch in fp64: per window each layer's gradient, summed over micro-batches, averaged over ranks."""
+    """Compute in fp64 per window each layer's gradient, summed over micro-batches and averaged over ranks."""
     model = ExactLayers().double()
     expected = []
     for window in windows:
@@ -102,7 +102,7 @@ def reference(windows: list[Window], world_size: int) -> list[list[torch.Tensor]
 
 
 def wrong_updates(applied: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> int:
-    """How many parameter updates differ from the reference in any bit."""
+    """Count the parameter updates that differ from the reference in any bit."""
     return sum(
         not torch.equal(a, e)
         for window_a, window_e in zip(applied, expected, strict=True)
