@@ -29,7 +29,7 @@ doctor: $(STAMP)  ## versions, machine, and what stock DeepSpeed does to a confi
 probe: $(STAMP)  ## measure against stock DeepSpeed on this machine, into outputs/probe
 	$(RUN) requestzero.probe --html outputs/probe/probe.html $(ARGS)
 
-# What is about seconds of waiting runs alone, after the rest.
+# Tests of waiting times run alone, after the rest.
 WAITS := tests/rank_check tests/support
 
 test: $(STAMP)  ## all tests

@@ -78,7 +78,7 @@ def _loggers(output_dir: Path) -> list[Logger]:
 
 
 def _checkpoints(cfg: Any, output_dir: Path) -> list[ModelCheckpoint]:
-    """Return callbacks that save at intervals and after the last update, within the fit: a longer run continues exactly."""
+    """Return callbacks that save at intervals, and after the last update within the fit, for a longer run to resume."""
     intervals = {cfg.trainer.checkpoint_every_n_steps or cfg.trainer.max_steps, cfg.trainer.max_steps}
     return [
         ModelCheckpoint(

@@ -26,8 +26,9 @@ class Source:
 
 
 def merge(*sources: Source) -> Config:
-    """Return all keys of all sources in a new dictionary. ``"auto"`` gives way to a value from elsewhere,
-    unless it is one of the key's own values.
+    """Return all keys of all sources in a new dictionary.
+
+    ``"auto"`` gives way to a value from elsewhere, unless it is one of the key's own values.
 
     Raises:
         ValueError: a key has two different values; the message names the key, both values and both places.

@@ -13,7 +13,7 @@ OK, BAD, NEUTRAL = "ok", "no", ""
 Row = tuple[str, str, str]
 """Subject, finding, and one of the three marks."""
 
-VERDICTS = {
+SUMMARIES = {
     Status.FINE: "Nothing to be done.",
     Status.LOSES: "With this config stock DeepSpeed gets updates wrong; requestzero applies them exactly.",
     Status.UNFIT: "What is marked 'no' above has to be changed first.",
@@ -25,7 +25,7 @@ def show(diagnosis: Diagnosis) -> None:
     if find_spec("rich") is None:
         for label, text, mark in rows(diagnosis):
             print(f"{mark:2}  {label}: {text}")
-        print(VERDICTS[diagnosis.status])
+        print(SUMMARIES[diagnosis.status])
         return
     from rich.console import Console
     from rich.table import Table
@@ -36,7 +36,7 @@ def show(diagnosis: Diagnosis) -> None:
         table.add_row(Text(mark, "green" if mark == OK else "red"), label, Text(text))
     console = Console()
     console.print(table)
-    console.print(VERDICTS[diagnosis.status], style="green" if diagnosis.status is Status.FINE else "bold red")
+    console.print(SUMMARIES[diagnosis.status], style="green" if diagnosis.status is Status.FINE else "bold red")
 
 
 def rows(diagnosis: Diagnosis) -> Iterator[Row]:

@@ -51,9 +51,10 @@ class Configuration:
         return [STOCK, *(Engine(True, retain) for retain in (RETAIN if self.has_host_copy else (None,)))]
 
     def deepspeed_config(self, engine: Engine, parameters: int) -> dict[str, Any]:
-        """Return the config for ``requestzero.initialize`` or ``deepspeed.initialize``, as ``engine`` says.
+        """Return the config for ``requestzero.initialize`` or ``deepspeed.initialize``.
 
         Args:
+            engine: the one that is built with it.
             parameters: of the model. Its gradients go into one bucket: DeepSpeed's default is 500 million elements.
         """
         zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": parameters}

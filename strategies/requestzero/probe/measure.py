@@ -26,6 +26,7 @@ def measure_all(options: Options, report: Callable[[str], None]) -> list[Row]:
     An engine that cannot run a measurement gets an error in its row; the others go on.
 
     Args:
+        options: of the run.
         report: called with the name of the next measurement, ``options.steps()`` times.
     """
     rows = []

@@ -31,6 +31,7 @@ def run_ranks(options: Options, report: Callable[[str], None]) -> Result:
     """Run all measurements in ``options.ranks`` processes of this machine.
 
     Args:
+        options: of the run.
         report: called in this process with the name of the next measurement.
 
     Raises:
