@@ -11,13 +11,14 @@ import pytest
 CHECKOUT = Path(__file__).parents[2]
 PACKAGE = CHECKOUT / "strategies" / "requestzero"
 
-FOLDERS = [
-    *(PACKAGE / name for name in ("config", "doctor", "environment", "lightning", "probe", "rank_check")),
-    CHECKOUT / "recipes",
-    CHECKOUT / "configs",
-    CHECKOUT / "benchmarks",
-]
-FILES = sorted(path for folder in FOLDERS for path in folder.rglob("*.*") if path.suffix in (".py", ".yaml", ".jinja"))
+UNFINISHED = {PACKAGE / "accelerate", PACKAGE / "transformers"}
+FOLDERS = [PACKAGE, CHECKOUT / "recipes", CHECKOUT / "configs", CHECKOUT / "benchmarks"]
+FILES = sorted(
+    path
+    for folder in FOLDERS
+    for path in folder.rglob("*.*")
+    if path.suffix in (".py", ".yaml", ".jinja") and not UNFINISHED & set(path.parents)
+)
 
 # Idiom -> the field's word.
 IDIOMS = {

@@ -67,9 +67,9 @@ class AnnouncingEngine(CountingEngine):
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """An exception that leaves the block ends the training of all ranks: see :meth:`fail`.
+        """Call :meth:`fail` for an exception that leaves the block, which ends the training of all ranks.
 
-        Not what ends a process or a generator (``KeyboardInterrupt``, ``SystemExit``, ``GeneratorExit``).
+        Not for what ends a process or a generator (``KeyboardInterrupt``, ``SystemExit``, ``GeneratorExit``).
         """
         try:
             yield
@@ -79,9 +79,9 @@ class AnnouncingEngine(CountingEngine):
 
     @contextmanager
     def data_pass(self) -> Iterator[None]:
-        """A pass over this rank's data, such as an epoch: its end, and what is raised in it, concern all ranks.
+        """Enclose a pass over this rank's data, such as an epoch (its end is collective).
 
-        At the block's end comes :meth:`end_data`, on an exception :meth:`fail`, both of which see a rank that is left
+        Call :meth:`end_data` at the block's end, and :meth:`fail` on an exception, both of which see a rank that is left
         alone. Leaving the block otherwise (``break``, ``return``) is not noticed as an end.
 
         Raises:
@@ -92,7 +92,7 @@ class AnnouncingEngine(CountingEngine):
         self.end_data()
 
     def agree_to_step(self) -> None:
-        """The window's collectives of a step come next, on all ranks (collective, unless it was announced).
+        """Agree that all ranks step next (collective, unless it was announced).
 
         Raises:
             RankDisagreementError: another rank does something else.

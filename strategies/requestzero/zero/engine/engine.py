@@ -111,7 +111,8 @@ class RequestZeROEngine(AnnouncingEngine):
         Args:
             loss: a scalar; with ``normalization="token"`` the sum over what ``weight`` counts, and not its mean.
             weight: see :meth:`add_weight`, which is for those who call ``loss.backward()``.
-            *args: as ``kwargs``, for DeepSpeed's ``backward`` (``retain_graph``, ``scale_wrt_gas``).
+            *args: for DeepSpeed's ``backward`` (``retain_graph``, ``scale_wrt_gas``).
+            **kwargs: likewise.
 
         Returns:
             The loss divided by ``gradient_accumulation_steps``, as DeepSpeed does.
