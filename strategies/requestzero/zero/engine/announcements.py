@@ -81,8 +81,8 @@ class AnnouncingEngine(CountingEngine):
     def data_pass(self) -> Iterator[None]:
         """Enclose a pass over this rank's data, such as an epoch (its end is collective).
 
-        Call :meth:`end_data` at the block's end, and :meth:`fail` on an exception, both of which see a rank that is left
-        alone. Leaving the block otherwise (``break``, ``return``) is not noticed as an end.
+        Call :meth:`end_data` at the block's end, and :meth:`fail` on an exception, both of which see a rank that is
+        left alone. Leaving the block otherwise (``break``, ``return``) is not noticed as an end.
 
         Raises:
             RankDisagreementError: another rank has more data, or has failed.
