@@ -97,7 +97,7 @@ def test_clipping_is_that_of_ddp(two_ranks: RankGroup) -> None:
 
 
 def test_without_clip_grad_norm_nothing_is_clipped(two_ranks: RankGroup) -> None:
-    """DeepSpeed and Accelerate clip at 1.0 unless told otherwise."""
+    """DeepSpeed and Accelerate clip at 1.0 by default."""
     (ours, _), _ = both(two_ranks, n=2)
     assert ours["config"]["gradient_clipping"] == 0.0
     assert math.hypot(*ours["updates"][0]["weights"]) > 1.0

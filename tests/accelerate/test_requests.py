@@ -181,7 +181,7 @@ def test_windows_of_requests_from_a_loader(two_ranks: RankGroup, prepared: bool)
 
 
 def marked(batches: list[Any], requests_per_update: int | None = None) -> list[tuple[bool, bool]]:
-    """Whether each micro-batch ends its window, and whether the window was empty after ``optimizer.step()``."""
+    """For each micro-batch: it ends its window; the window was empty after ``optimizer.step()``."""
     with fresh():
         accelerator, model, optimizer, _, _ = prepare(Loop())
         requests = accelerator.deepspeed_plugin.requests(accelerator)

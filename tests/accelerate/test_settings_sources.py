@@ -1,4 +1,4 @@
-"""Where the settings come from, what happens when two places say something, and every configuration that is refused."""
+"""Sources of the settings, values that two of them give, and every configuration that is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _no_state() -> Any:
 
 
 def launched(**variables: Any) -> Any:
-    """What ``accelerate launch`` would have put into the environment."""
+    """The environment as ``accelerate launch`` would have set it."""
     names = {
         "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
         "offload": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",

@@ -1,4 +1,4 @@
-"""Overflow options that contradict each other: what is told, for every door in the same words."""
+"""Overflow options that contradict each other: the message is the same for every front end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for single values: what keeps them, what breaks them, and what is told then."""
+"""Rules for single values: values that keep them, values that break them, and the message then."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_a_model_that_attends_across_texts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"LlamaForCausalLM attends across packed texts: .*use_cache = False"):
         check_texts_stay_apart(cached)
 
-    class Deaf(torch.nn.Module):
+    class Unbounded(torch.nn.Module):
         """Takes the names, and leaves the boundaries out."""
 
         def __init__(self) -> None:
@@ -101,7 +101,7 @@ def test_a_model_that_attends_across_texts_is_refused() -> None:
         def forward(self, input_ids: torch.Tensor, **boundaries: Any) -> SimpleNamespace:
             return self.model(input_ids=input_ids)
 
-    deaf = Deaf().train()
-    with pytest.raises(ValueError, match="Deaf attends across packed texts"):
-        check_texts_stay_apart(deaf)
-    assert deaf.training
+    model = Unbounded().train()
+    with pytest.raises(ValueError, match="Unbounded attends across packed texts"):
+        check_texts_stay_apart(model)
+    assert model.training

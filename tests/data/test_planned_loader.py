@@ -165,7 +165,7 @@ def test_later_requests_with_a_known_id_are_skipped_and_counted() -> None:
 
 
 def test_what_is_skipped_at_an_epochs_end_is_counted_once() -> None:
-    """Where nothing else is left for the last window, and the state is saved behind it."""
+    """Nothing else is left for the last window, and the state is saved behind it."""
     options: dict[str, Any] = {"on_long_text": "skip", "requests_per_update": 1, "shuffle": False, "world_size": 1}
     loader, resumed = (
         PlannedLoader([[[0] * 3], [[1] * 9]], first_tokens, tokens_per_micro_batch=8, rank=0, **options) for _ in "ab"

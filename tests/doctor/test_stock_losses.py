@@ -1,4 +1,4 @@
-"""The doctor's verdict on a config is what DeepSpeed's own optimizers do: no loss more, and none less."""
+"""The doctor's result for a config is what DeepSpeed's own optimizers do: no loss more, and none less."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def weights(engine: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", GRID)
-def test_the_verdict_is_what_deepspeed_does(two_ranks: RankGroup, name: str) -> None:
+def test_the_result_is_what_deepspeed_does(two_ranks: RankGroup, name: str) -> None:
     losses = stock_run(GRID[name]).losses
     for applied in two_ranks.run(stock_gradients, GRID[name]):
         wrong = {spot: applied[spot[0]][spot[1]] for spot in CHECKED if applied[spot[0]][spot[1]] != spot[2]}

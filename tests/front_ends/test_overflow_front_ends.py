@@ -1,4 +1,4 @@
-"""The overflow options through every door: each key reaches the engine, contradictions are told in the same words."""
+"""Overflow options in every front end: each key reaches the engine, contradictions have the same message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from requestzero.config.settings import OverflowSettings
-from support.overflow_front_ends import DOORS, Effective, refusal, through
+from support.overflow_front_ends import FRONT_ENDS, Effective, refusal, through
 from support.ranks import RankGroup
 from support.setup import Setup
 
@@ -45,22 +45,22 @@ SCALER: dict[str, tuple[str, str, Any]] = {
 }
 
 
-def cases_of(door: str) -> dict[str, tuple[str, dict[str, Any]]]:
+def cases_of(front_end: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Trainer has divided the losses before a request could be dropped."""
-    if door != "Trainer":
+    if front_end != "Trainer":
         return CASES
     return {**CASES, "static": ("fp16", {"loss_scale": 8, "on_overflow": "raise"})}
 
 
-@pytest.fixture(scope="module", params=DOORS)
-def door(request: pytest.FixtureRequest, two_ranks: RankGroup) -> tuple[str, list[dict[str, Effective]]]:
-    """A door, and what the engines of both ranks go by in every case."""
+@pytest.fixture(scope="module", params=FRONT_ENDS)
+def front_end(request: pytest.FixtureRequest, two_ranks: RankGroup) -> tuple[str, list[dict[str, Effective]]]:
+    """A front end, and the options that the engines of both ranks use in every case."""
     return request.param, two_ranks.run(through, request.param, cases_of(request.param))
 
 
 @pytest.mark.parametrize("key", [item.name for item in fields(OverflowSettings)])
-def test_every_key_reaches_the_engine(door: tuple[str, list[dict[str, Effective]]], key: str) -> None:
-    name, on_ranks = door
+def test_every_key_reaches_the_engine(front_end: tuple[str, list[dict[str, Effective]]], key: str) -> None:
+    name, on_ranks = front_end
     cases = cases_of(name)
     assert any(key in options for _, options in cases.values())
     for found in on_ranks:
@@ -88,8 +88,8 @@ DISAGREEING: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def refusals(door: str) -> list[str]:
-    return [refusal(door, options, precision) for options, precision in DISAGREEING]
+def refusals(front_end: str) -> list[str]:
+    return [refusal(front_end, options, precision) for options, precision in DISAGREEING]
 
 
 def typed(options: dict[str, Any]) -> dict[str, Any]:
@@ -102,10 +102,10 @@ DROPPING = {"on_overflow": "drop_request"}
 TRAINER = "overflow.on_overflow='drop_request' is not possible where the losses are divided before the backward"
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", FRONT_ENDS)
 def test_contradictions_are_told_alike(two_ranks: RankGroup, name: str) -> None:
-    for told in two_ranks.run(refusals, name):
-        for text, (options, precision) in zip(told, DISAGREEING, strict=True):
+    for messages in two_ranks.run(refusals, name):
+        for text, (options, precision) in zip(messages, DISAGREEING, strict=True):
             if name == "Trainer" and options == DROPPING:
                 assert text.startswith(TRAINER)
             else:

@@ -1,4 +1,4 @@
-"""The README's table of who divides by what: every row is run, on two ranks with losses that weigh differently."""
+"""The README's table of who divides by what: every row is run, on two ranks with losses of different weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ TOTAL = 4.0  # 32 by 8 tokens
 def rows() -> list[str]:
     """First cells of the table."""
     section = README.read_text(encoding="utf-8").split("## Who divides by what")[1].split("\n## ")[0]
-    return re.findall(r"^\| (?!door|-)(.*?) \|", section, flags=re.MULTILINE)
+    _, *cells = re.findall(r"^\| (?!-)(.*?) \|", section, flags=re.MULTILINE)
+    return cells
 
 
 def mine(rank: int, means: bool) -> list[tuple[torch.Tensor, int]]:
-    """What the two micro-batches of a rank multiply the weight with, and their tokens."""
+    """The factors of the weight in the two micro-batches of a rank, and their tokens."""
     pairs = [(sums[rank], tokens[rank]) for sums, tokens in zip(LOSS_SUMS, TOKENS, strict=True)]
     return [(torch.tensor(total / tokens if means else total), tokens) for total, tokens in pairs]
 

@@ -227,7 +227,7 @@ def test_evaluation_loads_the_weights(two_ranks: RankGroup, tmp_path: Path) -> N
 
 
 def evaluate_a_part() -> list[int]:
-    """How many batches each loop takes of six."""
+    """Number of batches that each loop takes of six."""
     limits = {"limit_val_batches": 1, "limit_test_batches": 2, "limit_predict_batches": 0.5}
     run = Run(trainer={**limits, "accumulate": 4}, batches=4)
     trainer = build_trainer(run, ListLogger(), [])

@@ -1,4 +1,4 @@
-"""What is refused, or warned of, once the model and its loaders are known; one process."""
+"""Errors and warnings once the model and its loaders are known; one process."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def fit_twice() -> tuple[int, ...]:
 
 
 def test_clipping_may_change_between_two_fits(one_rank: RankGroup) -> None:
-    """What the first fit has put into the config is not the user's."""
+    """The clipping that the first fit has put into the config is not the user's."""
     assert one_rank.run(fit_with_other_clipping) == [(0.5, 0.25, 0.0, 4, 1)]
 
 

@@ -1,4 +1,4 @@
-"""fp16, whose gate DeepSpeed closes on the CPU although torch computes it: opened here for the tests."""
+"""fp16, which DeepSpeed refuses on the CPU although PyTorch computes it: allowed here for the tests."""
 
 from __future__ import annotations
 

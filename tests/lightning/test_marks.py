@@ -1,4 +1,4 @@
-"""What a loader's batches say about requests and windows."""
+"""Ends of requests and windows that a loader's batches carry."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_window_ends_beside_accumulate_grad_batches() -> None:
 
 
 def ahead(marks: WindowMarks, batches: list[object], requests_per_update: int) -> list[tuple[int | None, bool | None]]:
-    """What is known of every request at its first batch."""
+    """Micro-batches and window end of every request, as known at its first batch."""
     known = []
     for batch in batches:
         marks.take(batch, requests_per_update)

@@ -366,7 +366,7 @@ def test_logging_level_reaches_deepspeed() -> None:
 
 
 def all_arguments() -> dict[str, Any]:
-    """What LightningCLI passes where the user says nothing."""
+    """Arguments that LightningCLI passes where the user gives none."""
     own = inspect.signature(RequestZeRO.__init__).parameters
     simple = {name: value for name, value in DEFAULTS.items() if name not in ("precision_plugin", "accelerator")}
     return {**{name: own[name].default for name in OWN_OPTIONS}, **simple}

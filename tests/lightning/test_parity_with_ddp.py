@@ -86,7 +86,7 @@ def test_clipping_acts_on_the_mean(two_ranks: RankGroup, stage: int, offload: bo
 
 
 def test_stock_strategy_makes_smaller_updates(two_ranks: RankGroup) -> None:
-    """What all of the above is about: Lightning's own strategy divides by ``accumulate_grad_batches`` twice."""
+    """The reason for all of the above: Lightning's own strategy divides by ``accumulate_grad_batches`` twice."""
     spec = {"trainer": {"accumulate": 4}, "schedule": False}
     want = ddp(two_ranks, **spec)[0]["updates"][0]["weights"]
     stock = two_ranks.run(train, Run(strategy="stock", **spec))[0]["updates"][0]["weights"]

@@ -58,7 +58,7 @@ def output_of(script: str) -> str:
 
 
 def import_effects(module: str, before: str = "") -> dict[str, Any]:
-    """What importing `module` changed in a fresh interpreter, and the top-level modules loaded then."""
+    """Effects of importing `module` in a fresh interpreter: changed state, and the top-level modules loaded then."""
     return dict(json.loads(output_of(PROBE.format(module=module, before=before))))
 
 

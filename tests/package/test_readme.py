@@ -34,7 +34,7 @@ def examples() -> dict[str, str]:
 
 
 def run_example(heading: str, folder: Path) -> str:
-    """What the example prints last."""
+    """The last line that the example prints."""
     script = folder / "train.py"
     script.write_text(examples()[heading], encoding="utf-8")
     scripts = os.path.dirname(sys.executable)  # ninja, for DeepSpeedCPUAdam

@@ -1,4 +1,4 @@
-"""What a built distribution holds, and that the package works from it alone."""
+"""The contents of a built distribution, and that the package works from it alone."""
 
 from __future__ import annotations
 

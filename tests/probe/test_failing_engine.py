@@ -1,4 +1,4 @@
-"""Where one engine cannot run a configuration, its row says so and the others go on."""
+"""An engine that cannot run a configuration: its row says so, and the other engines are measured."""
 
 from __future__ import annotations
 

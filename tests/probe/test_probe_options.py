@@ -1,4 +1,4 @@
-"""Options of the probe: what cannot work is told before a process starts, all of it at once."""
+"""Options of the probe: every problem is reported before a process starts, all of them at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from requestzero.probe import options as probe_options
 from requestzero.probe.options import COLUMNS, parse
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def errors_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as end:
         parse(arguments)
     assert end.value.code == 2
@@ -42,30 +42,30 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("no_gpu")
 def test_what_cannot_work_is_told(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert message in told(capsys, *arguments)
+    assert message in errors_of(capsys, *arguments)
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, "--ranks", "-1", "--width", "0", "--columns", "times", "tims")
+    text = errors_of(capsys, "--ranks", "-1", "--width", "0", "--columns", "times", "tims")
     assert all(part in text for part in ("--ranks -1", "--width 0", "Did you mean 'times'?"))
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_rank_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--ranks 3 is not allowed: there are 2 GPUs, and a rank needs one." in told(capsys, "--ranks", "3")
+    assert "--ranks 3 is not allowed: there are 2 GPUs, and a rank needs one." in errors_of(capsys, "--ranks", "3")
     assert parse([]).ranks == 2
     assert parse(["--dtype", "fp16"]).device == "cuda"
     assert parse(["--device", "cpu", "--ranks", "3"]).ranks == 3
 
 
 def test_a_directory_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "holds no config.json" in told(capsys, "--model", os.fspath(tmp_path))
+    assert "holds no config.json" in errors_of(capsys, "--model", os.fspath(tmp_path))
 
 
 def test_where_the_output_goes_is_looked_at_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    text = told(capsys, "--out", str(tmp_path / "file"), "--html", str(tmp_path))
+    text = errors_of(capsys, "--out", str(tmp_path / "file"), "--html", str(tmp_path))
     assert "file' is a file: give a directory" in text
     assert "is a directory: give the page's file." in text
 
@@ -74,10 +74,10 @@ def test_a_folder_that_cannot_be_made_is_told_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    text = told(capsys, "--out", str(tmp_path / "file/out"), "--html", str(tmp_path / "file/page.html"))
+    text = errors_of(capsys, "--out", str(tmp_path / "file/out"), "--html", str(tmp_path / "file/page.html"))
     assert text.count("file' is a file: give a directory") == 2
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    assert "is a directory that you may not write into" in told(capsys, "--out", str(tmp_path / "new/out"))
+    assert "is a directory that you may not write into" in errors_of(capsys, "--out", str(tmp_path / "new/out"))
 
 
 @pytest.mark.parametrize(("package", "extra"), [("matplotlib", "probe"), ("transformers", "accelerate")])
@@ -86,7 +86,7 @@ def test_a_missing_package_names_its_extra(
 ) -> None:
     monkeypatch.setattr(probe_options, "find_spec", lambda name: None if name == package else object())
     wanted = f'{package} is not installed. Run: pip install "requestzero[{extra}]"'
-    assert wanted in told(capsys, "--model", "somewhere")
+    assert wanted in errors_of(capsys, "--model", "somewhere")
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -1,4 +1,4 @@
-"""What the probe shows, from a made-up result: table, files, figure, page."""
+"""The probe's table, files, figure and page, from a made-up result."""
 
 from __future__ import annotations
 

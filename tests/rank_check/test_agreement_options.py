@@ -1,4 +1,4 @@
-"""``rank_agreement`` and ``rank_dependent_parameters`` in every door, and what is refused."""
+"""``rank_agreement`` and ``rank_dependent_parameters`` in every front end, and their errors."""
 
 from __future__ import annotations
 

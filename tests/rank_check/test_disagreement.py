@@ -43,9 +43,9 @@ def test_three_against_two_micro_batches(
     assert_all_raise(two_fresh_ranks.run(outcome, scenario, setup=Setup(stage=stage)), first, second)
 
 
-def test_where_a_request_is_judged_at_its_end(two_fresh_ranks: RankGroup) -> None:
+def test_where_a_request_is_checked_at_its_end(two_fresh_ranks: RankGroup) -> None:
     setup = Setup(config={"overflow": {"on_overflow": "drop_request", "check_grad_overflow": True}})
-    outcomes = two_fresh_ranks.run(outcome, scenarios.unannounced_and_judged, setup=setup)
+    outcomes = two_fresh_ranks.run(outcome, scenarios.unannounced_and_checked, setup=setup)
     assert_all_raise(outcomes, "rank 0: reduces .* of micro-batch 3", "rank 1: ends .* after micro-batch 2")
 
 

@@ -42,7 +42,7 @@ def name_of(path: Path) -> str:
 
 
 def overrides_of(path: Path) -> list[str]:
-    """What the command in the file's first line gives."""
+    """The overrides of the command in the file's first line."""
     return shlex.split(path.read_text().splitlines()[0].removeprefix(COMMAND))
 
 

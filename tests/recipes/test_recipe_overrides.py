@@ -1,4 +1,4 @@
-"""What a command line may not say: all of it told at once, with keys, what is allowed, and near keys."""
+"""Wrong command lines: every problem is reported at once, with its key, what is allowed, and the nearest key."""
 
 from __future__ import annotations
 

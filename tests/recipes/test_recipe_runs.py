@@ -36,7 +36,7 @@ def started(directory: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]
 
 
 def ranks_alive(process: subprocess.Popen[str]) -> bool:
-    """Whether a process of the command's group is left, zombies aside."""
+    """Return true while a process of the command's group is left, zombies aside."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
@@ -105,7 +105,7 @@ def test_the_demo_in_short(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_ended_says_why(tmp_path: Path) -> None:
-    """A learning rate that makes everything after the first update NaN: told once, by one of two ranks."""
+    """A learning rate that makes everything after the first update NaN: reported once, by one of two ranks."""
     limits = ["overflow=stop_after_skips", "overflow.max_consecutive_skips=2", "hydra.run.dir=a"]
     output = run(tmp_path, *TINY, "optimizer.lr=1e30", *limits, "trainer.max_steps=10", code=1)
     assert output.count("The run was ended:") == 1

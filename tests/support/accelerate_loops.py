@@ -19,7 +19,7 @@ from support.models import WIDTH, RowWeight
 
 @dataclass
 class Loop:
-    """What to train, in picklable terms."""
+    """A training loop, in picklable terms."""
 
     plugin: dict[str, Any] | None = field(default_factory=dict)
     """Arguments of the plugin; ``None``: DDP."""

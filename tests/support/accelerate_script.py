@@ -1,4 +1,4 @@
-"""What a user writes for Accelerate: a model, a loader, a loop. Started by ``accelerate/test_launch.py``."""
+"""A user's script for Accelerate: a model, a loader, a loop. Started by ``accelerate/test_launch.py``."""
 
 from __future__ import annotations
 

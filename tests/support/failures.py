@@ -11,7 +11,7 @@ from support.ranks import RankGroup
 
 
 def failure(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What the call raises on this rank: the name of the error's class, and its text."""
+    """Return the error of the call on this rank: the name of its class, and its text."""
     try:
         function(*args, **kwargs)
     except Exception as error:

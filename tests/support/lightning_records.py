@@ -1,4 +1,4 @@
-"""What is recorded of a small training run: hooks, updates, log entries, and this rank's state at its end."""
+"""Records of a small training run: hooks, updates, log entries, and this rank's state at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user writes: a module, a loader, a Trainer. Run by ``lightning/test_script.py``; Lightning starts rank 1."""
+"""A user's script for Lightning: a module, a loader, a Trainer. Run by ``lightning/test_script.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a small training run under Lightning is to do, in picklable terms."""
+"""The description of a small training run under Lightning, in picklable terms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Run:
-    """What to train, in picklable terms."""
+    """A small training run."""
 
     strategy: str = "requestzero"
     """``"requestzero"``, ``"ddp"`` or ``"stock"`` (DeepSpeed's own, made to start on the CPU)."""

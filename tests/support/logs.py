@@ -1,4 +1,4 @@
-"""What a logger is told."""
+"""Messages that a logger gets."""
 
 from __future__ import annotations
 

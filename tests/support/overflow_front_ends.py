@@ -1,6 +1,6 @@
 """Every way in which overflow options can be given, each building an engine with them (on this rank).
 
-A *door* takes options by their own names and the precision, and yields the engine that they reach.
+A front end gets options by their own names and the precision, and returns the engine that they reach.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FP16_OPTIONS = {
 }
 MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
-Door = Callable[[dict[str, Any], str], Any]
+FrontEnd = Callable[[dict[str, Any], str], Any]
 
 
 def in_deepspeed(options: dict[str, Any], precision: str) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def lightning(precision: str, **arguments: Any) -> Any:
 
 
 def hydra(options: dict[str, Any], precision: str) -> Any:
-    """What the Lightning recipe builds of its command, without its data and model."""
+    """The strategy that the Lightning recipe builds from its command, with the data and model of the tests."""
     from requestzero.recipes.config_check import config_problems, zero_settings
 
     # The test's model gives no weights.
@@ -129,7 +129,7 @@ def transformers_trainer(options: dict[str, Any], precision: str) -> Any:
         return trainer.deepspeed
 
 
-DOORS: dict[str, Door] = {
+FRONT_ENDS: dict[str, FrontEnd] = {
     "initialize": initialize,
     "Lightning argument": lambda options, precision: lightning(precision, overflow=options),
     "Lightning object": lambda options, precision: lightning(precision, overflow=OverflowSettings(**options)),
@@ -148,7 +148,7 @@ Effective = dict[str, Any]
 
 
 def effective(engine: Any) -> Effective:
-    """What the engine goes by."""
+    """The options and the loss scaler that the engine uses."""
     scaler = engine.optimizer.loss_scaler
     names = ("dynamic", "cur_scale", "scale_window", "delayed_shift", "consecutive_hysteresis", "min_scale")
     return {
@@ -160,28 +160,28 @@ def effective(engine: Any) -> Effective:
 
 @contextmanager
 def own_environment() -> Iterator[None]:
-    """What a launcher gives a rank; Lightning takes ``WORLD_SIZE`` out when a run is over."""
+    """The environment that a launcher gives a rank; Lightning removes ``WORLD_SIZE`` when a run is over."""
     rank, ranks = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
     with patch.dict(os.environ, {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}):
         yield
 
 
-def through(door: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Effective]:
-    """By case: ``(precision, options)`` taken through the door."""
+def through(front_end: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Effective]:
+    """By case: ``(precision, options)`` given to the front end."""
     found = {}
     for name, (precision, options) in cases.items():
         with fp16_on_cpu(), own_environment():
-            engine = DOORS[door](options, precision)
+            engine = FRONT_ENDS[front_end](options, precision)
             found[name] = effective(engine)
             engine.destroy()
     return found
 
 
-def refusal(door: str, options: dict[str, Any], precision: str) -> str:
-    """What the door says of options that cannot be meant together."""
+def refusal(front_end: str, options: dict[str, Any], precision: str) -> str:
+    """The error of the front end for options that contradict each other."""
     with fp16_on_cpu(), own_environment():
         try:
-            DOORS[door](options, precision)
+            FRONT_ENDS[front_end](options, precision)
         except ValueError as error:
             return str(error)
     return "nothing was raised"

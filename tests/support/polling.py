@@ -1,4 +1,4 @@
-"""How often ranks look at the reports of the others."""
+"""The interval at which ranks look at the reports of the others."""
 
 from __future__ import annotations
 

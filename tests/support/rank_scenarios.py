@@ -1,4 +1,4 @@
-"""What ranks do in the tests of their agreement; every function runs on all ranks."""
+"""Scenarios for the tests of the agreement of ranks; every function runs on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.windows import ALL, Micro, backward
 
 @dataclass
 class Outcome:
-    """How a scenario ended on one rank."""
+    """The end of a scenario on one rank."""
 
     error: str
     text: str
@@ -89,8 +89,8 @@ def unannounced_unevenly(engine: Any) -> None:
     step(engine)
 
 
-def unannounced_and_judged(engine: Any) -> None:
-    """Where a request's end is collective by itself."""
+def unannounced_and_checked(engine: Any) -> None:
+    """An uneven request whose end is collective by itself."""
     request(engine, 3 - rank(), announced=False)
 
 

@@ -104,7 +104,7 @@ class RankGroup:
         return results
 
     def _stack(self, rank: int) -> str:
-        """Where a rank that does not answer is now."""
+        """Return the stack of a rank that does not answer."""
         assert self._folder is not None
         os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
         time.sleep(0.5)

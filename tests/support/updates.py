@@ -1,4 +1,4 @@
-"""What a step has applied to the exact layers, compared with plain PyTorch."""
+"""Updates of the exact layers, compared with plain PyTorch."""
 
 from __future__ import annotations
 

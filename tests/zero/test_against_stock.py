@@ -21,7 +21,7 @@ from support.windows import ALL, LR, Micro, backward
 
 
 def weight_change(engine: Any, before: torch.Tensor) -> float:
-    """What one step has applied to the only weight; its elements are all equal."""
+    """The gradient that one step has applied to the only weight; its elements are all equal."""
     change = (before - engine.module.weight.detach().float()) / LR
     assert bool((change == change[0]).all() | change.isnan().all())
     return change[0].item()
@@ -31,7 +31,7 @@ def weight(engine: Any) -> torch.Tensor:
     return engine.module.weight.detach().float().clone()
 
 
-# --- R4: zero_grad() discards the window ----------------------------------------------------------------------------
+# --- zero_grad() discards the window --------------------------------------------------------------------------------
 
 
 def after_zero_grad(setup: Setup, ours: bool) -> float:
@@ -73,7 +73,7 @@ def test_a_step_without_a_backward(two_ranks: RankGroup) -> None:
     assert set(two_ranks.run(lone_step, False)) <= {"KeyError", "TypeError", "AttributeError", "IndexError"}
 
 
-# --- R9: judged in the host gradient's dtype ------------------------------------------------------------------------
+# --- checked in the host gradient's dtype ---------------------------------------------------------------------------
 
 
 def beyond_fp16(ours: bool) -> tuple[bool, bool]:
@@ -94,7 +94,7 @@ def test_a_sum_beyond_the_host_dtype(two_ranks: RankGroup) -> None:
     assert two_ranks.run(beyond_fp16, False) == [(True, False)] * 2
 
 
-# --- R11: a gradient set while the partition is resident ------------------------------------------------------------
+# --- a gradient set while the partition is resident -----------------------------------------------------------------
 
 
 def set_while_resident(ours: bool) -> float:
@@ -117,11 +117,11 @@ def test_a_gradient_set_while_the_partition_is_resident(two_ranks: RankGroup) ->
     assert two_ranks.run(set_while_resident, False) == [3.0, 3.0]
 
 
-# --- R12: an absent parameter without managed boundaries ------------------------------------------------------------
+# --- an absent parameter without managed boundaries -----------------------------------------------------------------
 
 
 def absent_from_the_second_window(ours: bool) -> str:
-    """What the second window applies to a layer that only the first one has used."""
+    """The second window's update of a layer that only the first one has used."""
     engine = build(Setup(stage=2, offload=True, managed=False), ours)
     layer, applied = engine.module.layers[1].weight, []
     for uses in (ALL, (True, False, True, True, True)):
@@ -141,7 +141,7 @@ def test_an_absent_parameter_without_managed_boundaries(two_ranks: RankGroup) ->
     assert two_ranks.run(absent_from_the_second_window, False) == ["replayed"] * 2
 
 
-# --- R13: master weights under round robin --------------------------------------------------------------------------
+# --- master weights under round robin -------------------------------------------------------------------------------
 
 
 def weights_read_back(ours: bool) -> list[float]:

@@ -1,4 +1,4 @@
-"""What a boundary backward and a step cost against DeepSpeed's own optimizer, as counts."""
+"""Costs of a boundary backward and a step, as counts, against DeepSpeed's own optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.overflow_configs import STATIC_FP16
 from support.ranks import RankGroup
 from support.setup import Setup
 
-# What looks at values: verdicts, and what they are made of.
+# Operators that look at values: checks, and what they are made of.
 INSPECTIONS = ("isfinite", "isinf", "isnan", "eq", "ne", "any", "all", "amax", "amin", "max", "min", "logical_or")
 NORMS = ("linalg_vector_norm", "_foreach_norm", "norm")
 
@@ -97,7 +97,7 @@ def test_boundary_costs_less_than_stock(two_ranks: RankGroup, stage: int, offloa
 
 
 def walks_over_all_parameters(setup: Setup, requestzero: bool) -> int:
-    """How often two backwards have counted the parameters of the model that take part in them."""
+    """Number of times that two backwards have counted the parameters of the model that take part in them."""
     from deepspeed.runtime.zero import stage_1_and_2
 
     count = stage_1_and_2.count_used_parameters_in_backward
@@ -128,7 +128,7 @@ def test_the_step_does_not_grow_with_the_number_of_tensors(two_ranks: RankGroup)
 
 
 def inspected(setup: Setup, requestzero: bool) -> tuple[set[str], int]:
-    """What inspects gradients in the second window's backward and step, and the host reads of both."""
+    """Operators that inspect gradients in the second window's backward and step, and the host reads of both."""
     engine: Any = build(setup, requestzero, model=Many(4))
     counted_window(engine)
     parts = counted_window(engine)
@@ -139,14 +139,14 @@ def inspected(setup: Setup, requestzero: bool) -> tuple[set[str], int]:
 
 @every_place
 @pytest.mark.parametrize("accum", ["bf16", "fp32"])
-def test_nothing_is_judged_where_the_check_is_off(two_ranks: RankGroup, stage: int, offload: bool, accum: str) -> None:
+def test_nothing_is_checked_where_the_check_is_off(two_ranks: RankGroup, stage: int, offload: bool, accum: str) -> None:
     """The norm that ``get_global_grad_norm()`` returns is left, which ``compute_grad_norm: false`` switches off."""
     setup = Setup(stage=stage, offload=offload, model="bf16", accum=accum, config=precision("bf16", False))
     names, reads = two_ranks.run(inspected, setup, True)[0]
     assert names <= set(NORMS)
     assert reads == 0
     names, reads = two_ranks.run(inspected, setup, False)[0]
-    assert names & set(INSPECTIONS), "this can fail: DeepSpeed's own optimizer judges"
+    assert names & set(INSPECTIONS), "this can fail: DeepSpeed's own optimizer checks"
 
 
 @pytest.mark.parametrize("stage", [1, 2])

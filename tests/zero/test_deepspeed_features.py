@@ -1,4 +1,4 @@
-"""What DeepSpeed offers beside windows keeps working, and means the same over several requests."""
+"""DeepSpeed's other features keep working, and mean the same over several requests."""
 
 from __future__ import annotations
 

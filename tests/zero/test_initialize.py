@@ -1,4 +1,4 @@
-"""What ``requestzero.initialize`` takes, and what it refuses before anything is built."""
+"""Arguments of ``requestzero.initialize``, and the errors that it raises before anything is built."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_overflow_options_that_do_not_apply(overflow: dict[str, Any], precision:
         overflow_to_config(OverflowSettings(**overflow), precision)
 
 
-def test_a_swap_does_not_nest() -> None:
+def test_a_patch_does_not_nest() -> None:
     import types
 
     module = types.ModuleType("upstream")

@@ -1,4 +1,4 @@
-"""What model and pipeline parallelism replicate is not counted twice in the norm, by DeepSpeed's rules."""
+"""Parameters that model and pipeline parallelism replicate are counted once in the norm, by DeepSpeed's rules."""
 
 from __future__ import annotations
 

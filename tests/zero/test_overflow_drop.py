@@ -125,7 +125,7 @@ def test_a_request_is_dropped_without_contiguous_gradients(two_ranks: RankGroup,
 
 def drops_are_told(setup: Setup) -> tuple[list[str], list[str]]:
     engine = build(setup)
-    with logged_by("requestzero") as told:
+    with logged_by("requestzero") as messages:
         for position in range(3):
             engine.begin_request(f"r{position}")
             run_request(engine, request_of(position, position, None, True), (0, math.nan, 1, 4, -1))
@@ -135,16 +135,16 @@ def drops_are_told(setup: Setup) -> tuple[list[str], list[str]]:
     with pytest.raises(RuntimeError, match=r"step\(divisor=2\.0\) with an open request, which may yet") as error:
         engine.step(divisor=2.0)
     engine.destroy()
-    return told, [str(error.value)]
+    return messages, [str(error.value)]
 
 
 def test_drops_are_told_once_on_rank_0(two_ranks: RankGroup) -> None:
-    (told, error), (silent, same_error) = two_ranks.run(drops_are_told, dropping(2, True, "bf16", "fp32"))
-    assert [line.split(":")[0] for line in told] == [
+    (messages, error), (silent, same_error) = two_ranks.run(drops_are_told, dropping(2, True, "bf16", "fp32"))
+    assert [line.split(":")[0] for line in messages] == [
         *(f"Left request 'r{i}' (2 micro-batches) out of update 1" for i in range(3)),
         "Skipped update 1 (NaN; requests 'r0', 'r1', 'r2'; loss scale 1)",
     ]
-    assert told[0].endswith("with it the gradient is not finite (NaN).")
+    assert messages[0].endswith("with it the gradient is not finite (NaN).")
     assert silent == []
     assert error == same_error
 
@@ -211,7 +211,7 @@ def beyond_fp16(stage: int) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_what_is_judged_is_the_value_on_the_host(two_ranks: RankGroup, stage: int) -> None:
+def test_what_is_checked_is_the_value_on_the_host(two_ranks: RankGroup, stage: int) -> None:
     assert two_ranks.run(beyond_fp16, stage) == [([49152.0] * 8, 1)] * 2
 
 

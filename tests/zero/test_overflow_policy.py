@@ -1,4 +1,4 @@
-"""What is told of a skipped update, ``on_overflow="raise"``, skips in a row, counters over a resume, and fp32."""
+"""Messages of a skipped update, ``on_overflow="raise"``, skips in a row, counters over a resume, and fp32."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def good_window(engine: Any, seed: int) -> list[Micro]:
 
 
 def update_that_is_not_applied(setup: Setup, bad: tuple[Any, ...]) -> tuple[str, list[str], list[str]]:
-    """The error, and what was told by us and by DeepSpeed, of a bad window between two good ones."""
+    """The error, and the log messages of this package and of DeepSpeed, of a bad window between two good ones."""
     with fp16_where_needed(setup.model):
         engine = build(setup)
         good_window(engine, 1)
@@ -78,7 +78,7 @@ def update_that_is_not_applied(setup: Setup, bad: tuple[Any, ...]) -> tuple[str,
         before = masters_and_state(engine)
         bad_window(engine, bad)
         error = ""
-        with logged_by("requestzero") as told, logged_by("DeepSpeed") as by_deepspeed:
+        with logged_by("requestzero") as messages, logged_by("DeepSpeed") as by_deepspeed:
             try:
                 engine.step()
             except requestzero.GradientOverflowError as raised:
@@ -101,7 +101,7 @@ def update_that_is_not_applied(setup: Setup, bad: tuple[Any, ...]) -> tuple[str,
         if setup.optimizer == "sgd":
             assert_sums(applied, micros)
         engine.destroy()
-    return error, told, by_deepspeed
+    return error, messages, by_deepspeed
 
 
 @every_case
@@ -109,9 +109,9 @@ def test_a_skip_is_told_once_on_rank_0(
     two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str, bad: tuple[Any, ...], optimizer: str
 ) -> None:
     setup = Setup(stage, offload, model, accum, optimizer=optimizer, config=overflow_config(model))
-    (error, told, by_deepspeed), silent = two_ranks.run(update_that_is_not_applied, setup, bad)
+    (error, messages, by_deepspeed), silent = two_ranks.run(update_that_is_not_applied, setup, bad)
     cause, scale = "NaN" if math.isnan(bad[1]) else "inf", 16 if model == "fp16" else 1
-    assert told == [
+    assert messages == [
         f"Skipped update 2 ({cause}; requests 'r0', 'r1', 'r2'; loss scale {scale}): its gradient is not finite, "
         "nothing was applied. 1 skipped in a row, 1 of 2 in all."
     ]
@@ -134,7 +134,7 @@ def test_raise_names_request_parameter_and_rank(
 ) -> None:
     config = overflow_config(model, on_overflow="raise")
     setup = Setup(stage, offload, model, accum, config=config, **option)
-    (error, told, by_deepspeed), other = two_ranks.run(update_that_is_not_applied, setup, bad)
+    (error, messages, by_deepspeed), other = two_ranks.run(update_that_is_not_applied, setup, bad)
     position, _, rank, layer, _ = bad
     origin = (
         f"It arose in the gradients of request 'r{position}' (request {position + 1} of 3), on rank {rank} in "
@@ -142,7 +142,7 @@ def test_raise_names_request_parameter_and_rank(
     )
     assert origin in error
     assert error.startswith("The gradient is not finite in update 2 (")
-    assert (told, by_deepspeed) == ([], [])
+    assert (messages, by_deepspeed) == ([], [])
     assert other == (error, [], [])
 
 

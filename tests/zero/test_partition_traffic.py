@@ -1,4 +1,4 @@
-"""What moves between gradient partition and host gradient, when the partition stays, and that no weight shows it."""
+"""Copies between gradient partition and host gradient, when the partition stays, and that no weight depends on it."""
 
 from __future__ import annotations
 
@@ -85,8 +85,10 @@ def test_copies_and_bytes_of_every_request(two_ranks: RankGroup, stage: int, che
         sizes = into[0]
         total = sum(sizes)
         assert len(sizes) == 2
-        assert list(into) == [sizes, sizes, sizes[:1], sizes], "a partition is published once, where it has changed"
-        assert list(out) == [[], sizes, sizes, sizes], "and restored once, whatever the number of micro-batches"
+        assert list(into) == [sizes, sizes, sizes[:1], sizes], (
+            "a partition is copied to the host once, where it has changed"
+        )
+        assert list(out) == [[], sizes, sizes, sizes], "and reloaded once, whatever the number of micro-batches"
         assert set().union(*others) == set(), "nothing else touches the host gradient"
         assert counts == {
             "publications": 7,
@@ -273,7 +275,7 @@ def dropped_request() -> tuple[list[float], frozenset[int], int]:
 
 
 def test_a_request_is_dropped_from_a_restored_partition(two_ranks: RankGroup) -> None:
-    """What is gone back to is the host gradient, not a second partition on the device."""
+    """The sum without the request comes from the host gradient, not from a second partition on the device."""
     assert two_ranks.run(dropped_request) == [([3.0] * 8, frozenset(), 1)] * 2
 
 
@@ -314,7 +316,7 @@ def test_an_early_restore_does_not_raise_the_peak(one_rank: RankGroup) -> None:
 
 
 def pinned(section: dict[str, Any]) -> bool:
-    """Whether the host gradient is made of memory that the accelerator was asked to pin."""
+    """Return true if the host gradient is memory that the accelerator was asked to pin."""
     from deepspeed.accelerator import get_accelerator
 
     made: set[int] = set()

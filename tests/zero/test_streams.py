@@ -1,7 +1,7 @@
 """The order of copies, events and waits on a device with streams, recorded on the CPU with a stand-in accelerator.
 
-No arithmetic depends on it here; what is checked is that every copy that runs behind the host's back is followed by an
-event, and that whatever would collide with the copy waits for that event first.
+No arithmetic depends on it here; what is checked is that every asynchronous copy is followed by an event, and
+that whatever would collide with the copy waits for that event first.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_the_update_does_not_depend_on_the_cut(ranks: int, group_of: Callable[[i
 
 
 def mean_of_means(setup: Setup, window: list[Sequence]) -> list[bool]:
-    """Whether what is right for equal weights is right here: means per micro-batch, averaged."""
+    """The average of the micro-batches' means, right for equal weights only: true where it equals the reference."""
     import deepspeed.comm as dist
 
     wanted, rank, found = reference([window], LR, MOMENTUM)[0], dist.get_rank(), []
