@@ -98,3 +98,28 @@ def test_a_weight(weight: Any) -> None:
 def test_what_is_no_weight(weight: Any, given: str) -> None:
     with pytest.raises(ValueError, match=rf"^weight={given} is not allowed: use a finite number of at least 0, such"):
         check_weight(weight)
+
+
+class Unreadable:
+    """A tensor on a device for which a read would have to wait."""
+
+    shape = (1,)
+    dtype = "torch.float32"
+
+    def __init__(self, elements: int) -> None:
+        self.elements = elements
+
+    def numel(self) -> int:
+        return self.elements
+
+    def is_complex(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        raise AssertionError("the tensor was read")
+
+
+def test_a_tensor_is_not_read() -> None:
+    check_weight(Unreadable(1))
+    with pytest.raises(ValueError, match=r"^weight=a tensor of shape \[1\] and dtype float32 is not allowed"):
+        check_weight(Unreadable(2))

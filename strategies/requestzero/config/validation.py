@@ -174,13 +174,15 @@ def check_count(name: str, value: int | None, *, owner: str = "") -> None:
 def check_weight(weight: Any) -> None:
     """Raise ValueError unless ``weight`` is a finite number of at least 0, or a tensor with one real element.
 
-    A tensor is not read here, which would wait for the device: ``step`` checks what has been added up.
+    A tensor is not read, not even for the message, since that would wait for the device: ``step`` checks the sum.
     """
-    given = f"weight={weight!r}"
-    if hasattr(weight, "numel"):
-        dtype = str(weight.dtype).removeprefix("torch.")
-        given = f"weight=a tensor of shape {list(weight.shape)} and dtype {dtype}"
-    check("weight", weight, Weight(), given=given)
+    if not Weight().accepts(weight):
+        shown = _shape(weight) if hasattr(weight, "numel") else repr(weight)
+        raise ValueError(_text("weight", weight, f"weight={shown}", f"use {Weight()}"))
+
+
+def _shape(tensor: Any) -> str:
+    return f"a tensor of shape {list(tensor.shape)} and dtype {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _is_int(value: Any) -> bool:
