@@ -9,7 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from requestzero.config.option import FrontEnd, names_in
 from requestzero.config.precision import PRECISIONS
+from requestzero.config.settings import RequestZeROSettings
 from requestzero.recipes.config_check import zero_settings
 
 if TYPE_CHECKING:
@@ -59,10 +61,9 @@ def make_accelerator(cfg: Any, output_dir: Path) -> Accelerator:
     from requestzero import RequestZeROPlugin
     from requestzero.recipes.csv_tracker import CsvTracker
 
-    settings = vars(zero_settings(cfg)).copy()
-    del settings["incomplete_window"]  # the loop steps
-    overflow = {name: value for name, value in vars(settings["overflow"]).items() if value is not None}
-    plugin = RequestZeROPlugin(DEEPSPEED_CONFIG, options={**settings, "overflow": overflow})
+    settings = zero_settings(cfg)
+    options = {name: getattr(settings, name) for name in names_in(RequestZeROSettings, FrontEnd.ACCELERATE)}
+    plugin = RequestZeROPlugin(DEEPSPEED_CONFIG, options={**options, "overflow": settings.overflow.given()})
     accelerator = Accelerator(
         deepspeed_plugin=plugin,
         mixed_precision=_MIXED_PRECISION[PRECISIONS[cfg.precision.mode]],

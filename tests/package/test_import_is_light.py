@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import requestzero
 from support.scripts import run_code
 
 HEAVY = {
@@ -75,6 +77,16 @@ def import_effects(module: str, before: str = "") -> dict[str, Any]:
 def test_light_modules_load_nothing_heavy_and_change_nothing(module: str) -> None:
     effects = import_effects(module)
     assert HEAVY.isdisjoint(effects["modules"])
+    assert effects["changed"] == []
+
+
+def test_the_configuration_loads_the_standard_library_only() -> None:
+    folder = Path(requestzero.__file__).parent / "config"
+    modules = [f"requestzero.config.{path.stem}" for path in sorted(folder.glob("[!_]*.py"))]
+    assert len(modules) > 10
+    effects = import_effects(", ".join(modules))
+    loaded = {*effects["modules"]} - {*import_effects("json")["modules"]}
+    assert loaded - {"requestzero"} <= sys.stdlib_module_names
     assert effects["changed"] == []
 
 

@@ -144,7 +144,7 @@ def names_in(owner: type, front_end: FrontEnd) -> tuple[str, ...]:
     )
 
 
-def check_values(settings: Any) -> None:
+def check_options(settings: Any) -> None:
     """Raise ValueError where an option of a settings object has a value that is not allowed."""
     for name, each in options_of(type(settings)).items():
         text = each.problem(getattr(settings, name))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from requestzero.config import rules
-from requestzero.config.option import FrontEnd, check_values, option, options_of
+from requestzero.config.option import FrontEnd, check_options, option, options_of
 from requestzero.config.validation import Boolean, Choice, Number, WholeNumber, as_mapping
 
 
@@ -55,7 +55,7 @@ class OverflowSettings:
     """fp16 only, dynamic. The scale never falls below this whole number (default 1)."""
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_options(self)
         self.check()
 
     def check(self, precision: str | None = None) -> None:
@@ -159,7 +159,7 @@ class RequestZeROSettings:
     """See :class:`OverflowSettings`."""
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_options(self)
         object.__setattr__(self, "overflow", OverflowSettings.build(self.overflow))
 
 
