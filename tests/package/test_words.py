@@ -12,12 +12,12 @@ CHECKOUT = Path(__file__).parents[2]
 PACKAGE = CHECKOUT / "strategies" / "requestzero"
 
 UNFINISHED = {PACKAGE / "accelerate", PACKAGE / "transformers"}
-FOLDERS = [PACKAGE, CHECKOUT / "recipes", CHECKOUT / "configs", CHECKOUT / "benchmarks"]
+FOLDERS = [PACKAGE, *(CHECKOUT / name for name in ("recipes", "configs", "benchmarks", "tests"))]
 FILES = sorted(
     path
     for folder in FOLDERS
     for path in folder.rglob("*.*")
-    if path.suffix in (".py", ".yaml", ".jinja") and not UNFINISHED & set(path.parents)
+    if path.suffix in (".py", ".yaml", ".jinja") and path != Path(__file__) and not UNFINISHED & set(path.parents)
 )
 
 # Idiom -> the field's word.
@@ -41,7 +41,7 @@ def idioms(text: str) -> list[str]:
 def questions(text: str) -> list[str]:
     """Return the functions whose docstring begins like a question."""
     functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return [node.name for node in functions if re.match("What|Whether|Where", ast.get_docstring(node) or "")]
+    return [node.name for node in functions if re.match(r"(What|Whether|Where)\b", ast.get_docstring(node) or "")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CHECKOUT)))
