@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+import requestzero.accelerate
 from requestzero import RequestZeROPlugin
 from support.accelerate_state import fresh
 from support.models import WIDTH, RowWeight
@@ -37,13 +38,16 @@ class Loop:
     """Micro-batches (over all epochs) in which rank 0 has a NaN."""
     backwards: int = 1
     """Backwards in one ``accumulate`` block."""
+    own_class: bool = False
+    """Use ``requestzero.accelerate.Accelerator``, with nothing patched."""
 
 
 def make_accelerator(loop: Loop) -> Accelerator:
     arguments: dict[str, Any] = {"gradient_accumulation_steps": loop.n, **loop.accelerator}
+    cls = requestzero.accelerate.Accelerator if loop.own_class else Accelerator
     if loop.plugin is None:
-        return Accelerator(cpu=not torch.cuda.is_available(), **arguments)
-    return Accelerator(deepspeed_plugin=RequestZeROPlugin(**loop.plugin), **arguments)
+        return cls(cpu=not torch.cuda.is_available(), **arguments)
+    return cls(deepspeed_plugin=RequestZeROPlugin(**loop.plugin), **arguments)
 
 
 def data(count: int, ranks: int) -> torch.Tensor:

@@ -1,117 +1,96 @@
-"""Accelerate's ``Accelerator`` for a :class:`~requestzero.accelerate.plugin.RequestZeROPlugin`."""
+"""Accelerate's ``Accelerator`` for a :class:`~requestzero.accelerate.plugin.RequestZeROPlugin`.
+
+Written for Accelerate 1.15.
+"""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator as StockAccelerator
 from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from requestzero.accelerate.checks import check_arguments, check_objects, check_steps
+from requestzero.accelerate.checks import check_construction, check_objects, check_steps
 from requestzero.accelerate.clipping import check_parameters
 from requestzero.accelerate.engine import RequestZeROEngineWrapper
 from requestzero.accelerate.engine_config import choose_sizes, data_loaders, engine_config
+from requestzero.accelerate.micro_batches import MicroBatches
 from requestzero.accelerate.optimizer import RequestZeROOptimizerWrapper
 from requestzero.accelerate.passes import share_passes
-from requestzero.accelerate.plugin import RequestZeROPlugin
 from requestzero.accelerate.process_group import process_group
-from requestzero.accelerate.requests import MicroBatches
+from requestzero.accelerate.request_safe_plugin import RequestSafePlugin, any_request_safe
 from requestzero.data.micro_batch_loader import MicroBatchLoader
 from requestzero.zero.process_group import without_inference_operator
 
-_INSTALLED = "_requestzero_installed"
 
+class Accelerator(StockAccelerator):
+    """``accelerate.Accelerator`` whose ``optimizer.step()`` applies update windows, given a ``RequestZeROPlugin``.
 
-def install() -> None:
-    """Let every ``Accelerator`` that is given a ``RequestZeROPlugin`` become a :class:`RequestZeROAccelerator`.
+    There are two ways to get one, which are the same but for what is patched: importing this class in the place of
+    ``accelerate.Accelerator``, before the plugin is built, or leaving the import as it is, where the plugin patches the
+    constructor of ``accelerate.Accelerator``.
 
-    # HACK: nothing of a plugin is called after ``deepspeed.initialize``, and a plugin never meets its Accelerator: its
-    # constructor is where they come together. Without one of our plugins it does what it did. Done once.
-    """
-    original = Accelerator.__init__
-    if hasattr(original, _INSTALLED):
-        return
+    A window's sum is divided by the number of its micro-batches unless the plugin's ``normalization`` says otherwise;
+    ``engine.step()`` by itself divides by nothing unless asked.
 
-    @functools.wraps(original)
-    def __init__(self: Accelerator, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        plugins = _plugins(given.get("deepspeed_plugin") or given.get("deepspeed_plugins"))
-        if any(isinstance(plugin, RequestZeROPlugin) for plugin in plugins):
-            check_arguments(given, os.environ)
-        original(self, *args, **kwargs)
-        if any(isinstance(plugin, RequestZeROPlugin) for plugin in _plugins(_state_plugins(self))):
-            _become(self)
+    Without such a plugin, or where another one is selected, everything is as in Accelerate.
 
-    setattr(__init__, _INSTALLED, True)
-    Accelerator.__init__ = __init__  # type: ignore[method-assign]
+    Args:
+        *args: as ``kwargs``, the arguments of ``accelerate.Accelerator``.
 
-
-def _plugins(given: Any) -> list[Any]:
-    return list(given.values()) if isinstance(given, Mapping) else [given]
-
-
-def _state_plugins(accelerator: Accelerator) -> Any:
-    return vars(accelerator.state).get("deepspeed_plugins")
-
-
-def _become(accelerator: Any) -> None:
-    cls = type(accelerator)
-    if not issubclass(cls, RequestZeROAccelerator):
-        bases = (RequestZeROAccelerator,) if cls is Accelerator else (RequestZeROAccelerator, cls)
-        accelerator.__class__ = bases[0] if len(bases) == 1 else type(cls.__name__, bases, {})
-    plugin = accelerator.deepspeed_plugin
-    if isinstance(plugin, RequestZeROPlugin):
-        accelerator.take_steps(plugin)
-
-
-class RequestZeROAccelerator(Accelerator):
-    """What an ``Accelerator`` becomes; users build an ``Accelerator``. Written for Accelerate 1.15.
-
-    Where the selected plugin is another one, and for an engine that was prepared under another one, everything is as
-    in Accelerate.
+    Raises:
+        ValueError: with one of our plugins, an argument that Accelerate would ignore, or a
+            ``gradient_accumulation_steps`` that contradicts the plugin's.
     """
 
     deepspeed_engine_wrapped: Any
     _logs_metrics = False
     """Whether :meth:`log` adds the metrics of the engine that was prepared."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_construction(args, kwargs)
+        super().__init__(*args, **kwargs)
+        self.adopt_plugin()
+
+    __init__.__wrapped__ = StockAccelerator.__init__  # type: ignore[attr-defined]  # whose parameters help() shows
+
     @property
     def engine_wrapper(self) -> RequestZeROEngineWrapper | None:
-        """The request-safe engine that this Accelerator has prepared, if it has."""
-        wrapped = self.deepspeed_engine_wrapped
+        """Wrapper of the request-safe engine that was prepared; ``None`` before, and for a stock engine."""
+        wrapped = getattr(self, "deepspeed_engine_wrapped", None)  # Accelerate sets it under DeepSpeed only
         return wrapped if isinstance(wrapped, RequestZeROEngineWrapper) else None
 
-    def take_steps(self, plugin: RequestZeROPlugin) -> None:
-        """Take ``gradient_accumulation_steps`` over from the plugin's places, where they say it.
+    def adopt_plugin(self) -> None:
+        """Take over ``gradient_accumulation_steps`` from the selected plugin, if it is ours and has them.
 
         Raises:
             ValueError: the Accelerator has another value.
         """
-        self.gradient_accumulation_steps = check_steps(plugin, self.gradient_state.num_steps)
+        plugin = self.deepspeed_plugin
+        if isinstance(plugin, RequestSafePlugin):
+            self.gradient_accumulation_steps = check_steps(plugin, self.gradient_state.num_steps)
 
     @override
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        """Build the request-safe engine, wrap it, and prepare loaders of ``MicroBatch`` and later schedulers too."""
         plugin = self.deepspeed_plugin
-        if not isinstance(plugin, RequestZeROPlugin):
+        if not isinstance(plugin, RequestSafePlugin):
             return super()._prepare_deepspeed(*args)
         args = tuple(MicroBatches(self, item) if isinstance(item, MicroBatchLoader) else item for item in args)
         check_objects(self, args)
-        self.take_steps(plugin)
+        self.adopt_plugin()
         result = self._prepare_with_our_engine(plugin, args)
         if any(isinstance(item, torch.nn.Module) for item in args):
             return self._wrap(plugin, result)
         return tuple(self._wrap_scheduler(item) if isinstance(item, LRScheduler) else item for item in result)
 
-    def _prepare_with_our_engine(self, plugin: RequestZeROPlugin, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _prepare_with_our_engine(self, plugin: RequestSafePlugin, args: tuple[Any, ...]) -> tuple[Any, ...]:
         import deepspeed
 
         from requestzero.zero.engine import RequestZeROEngine
@@ -124,6 +103,7 @@ class RequestZeROAccelerator(Accelerator):
         self.gradient_accumulation_steps = 1  # as in the engine's config, else Accelerate takes that over
         try:
             with (
+                plugin.building_engine(),
                 engine_config(config, sizes, plugin.plan.clipping),
                 process_group(),
                 without_inference_operator(),
@@ -133,7 +113,7 @@ class RequestZeROAccelerator(Accelerator):
         finally:
             self.gradient_accumulation_steps = steps
 
-    def _wrap(self, plugin: RequestZeROPlugin, result: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _wrap(self, plugin: RequestSafePlugin, result: tuple[Any, ...]) -> tuple[Any, ...]:
         """Put our wrappers in the places of Accelerate's, wherever those are kept."""
         stock = self._optimizers.pop()
         wrapper = RequestZeROEngineWrapper(
@@ -151,7 +131,7 @@ class RequestZeROAccelerator(Accelerator):
         return tuple(optimizer if item is stock else item for item in result)
 
     def _wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """A scheduler that is prepared after the optimizer; Accelerate would leave it as it is under DeepSpeed."""
+        """Wrap a scheduler that is prepared after the optimizer, which Accelerate leaves as it is under DeepSpeed."""
         wrapped = AcceleratedScheduler(
             scheduler,
             self._optimizers[-1],
@@ -163,14 +143,16 @@ class RequestZeROAccelerator(Accelerator):
 
     @override
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Also let the ranks know of each other's passes over it."""
+        """Also tell the other ranks of passes over the loader, if one of the plugins is ours."""
         loader = super().prepare_data_loader(*args, **kwargs)
-        return share_passes(loader, lambda: self.engine_wrapper) if self.num_processes > 1 else loader
+        if self.num_processes > 1 and any_request_safe(vars(self.state).get("deepspeed_plugins")):
+            share_passes(loader, lambda: self.engine_wrapper)
+        return loader
 
     @contextmanager
     @override
     def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
-        """Every micro-batch is a request, at stage 1 too: nothing is kept from being reduced.
+        """Count a block of the window. Accelerate's version keeps stage 1 from reducing before the window's end.
 
         Raises:
             RuntimeError: within a pass over a loader of ``MicroBatch``, or within ``request()``.
@@ -192,7 +174,7 @@ class RequestZeROAccelerator(Accelerator):
     @contextmanager
     @override
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Nothing at stage 2, which has to reduce in every backward, whichever plugin is selected now."""
+        """Do nothing at stage 2, which has to reduce in every backward, whichever plugin is selected now."""
         wrapper = self.engine_wrapper
         if wrapper is not None and model is wrapper.engine and wrapper.engine.zero_optimization_partition_gradients():
             yield
@@ -202,7 +184,7 @@ class RequestZeROAccelerator(Accelerator):
 
     @override
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Also what :meth:`RequestZeROPlugin.metrics` gives: once after each update, and what ``values`` lacks."""
+        """Also log the metrics of :meth:`RequestZeROPlugin.metrics` that ``values`` lacks, once after each update."""
         wrapper = self.engine_wrapper
         if wrapper is not None and self._logs_metrics and self.is_main_process:
             own = wrapper.take_metrics()
@@ -213,13 +195,17 @@ class RequestZeROAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> Any:
-        """Norm of the pending window's divided gradient, a scalar; the next step clips at ``max_norm``. Collective.
+        """Return the norm of the pending window's divided gradient, and clip it in the next step. Collective.
+
+        Accelerate's version returns DeepSpeed's norm of the step before.
 
         Args:
             parameters: all of the model's.
-            max_norm: what the configured clipping is, or any norm where nothing is configured; infinity only asks for
-                the norm.
+            max_norm: the configured clipping, or any norm where none is configured; infinity only asks for the norm.
             norm_type: 2.
+
+        Returns:
+            A scalar tensor on the engine's device, the same on all ranks; 0 without a window.
 
         Raises:
             ValueError: another norm, other parameters, or a ``max_norm`` that contradicts the configured clipping.

@@ -1,20 +1,23 @@
-"""What can be checked only when a plugin meets its ``Accelerator``, or the objects to prepare."""
+"""Checks that need both a plugin and its ``Accelerator``, or the objects to prepare.
+
+Written for Accelerate 1.15.
+"""
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DummyOptim, InitProcessGroupKwargs
 
+from requestzero.accelerate.request_safe_plugin import RequestSafePlugin, any_request_safe
 from requestzero.config.merge import places_of
 from requestzero.config.nested import look_up
 from requestzero.config.supported import check_supported
-
-if TYPE_CHECKING:
-    from requestzero.accelerate.accelerator import RequestZeROAccelerator
-    from requestzero.accelerate.plugin import RequestZeROPlugin
 
 _STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
@@ -22,8 +25,19 @@ _STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _COUNTERPARTS = ("Adam", "AdamW", "Adagrad", "Lion", "AdamW32bit", "Adagrad32bit", "Lion32bit")
 
 
+def check_construction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check the arguments of an ``Accelerator`` that is given one of our plugins.
+
+    Raises:
+        ValueError: see :func:`check_arguments`.
+    """
+    given = inspect.signature(Accelerator.__init__).bind(None, *args, **kwargs).arguments
+    if any_request_safe(given.get("deepspeed_plugin") or given.get("deepspeed_plugins")):
+        check_arguments(given, os.environ)
+
+
 def check_arguments(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Raise ValueError for arguments of an ``Accelerator`` that Accelerate would pass over without a word."""
+    """Raise ValueError for arguments of an ``Accelerator`` that Accelerate would ignore without a word."""
     if arguments.get("cpu"):
         raise ValueError(
             "Accelerator(cpu=True) makes Accelerate leave DeepSpeed out: drop it. To use the CPU on a machine with "
@@ -50,8 +64,8 @@ def _check_late(handler: InitProcessGroupKwargs) -> None:
         )
 
 
-def check_steps(plugin: RequestZeROPlugin, steps: int) -> int:
-    """The requests per window on which the plugin's places and the Accelerator agree. 1 is Accelerate's default.
+def check_steps(plugin: RequestSafePlugin, steps: int) -> int:
+    """Return the requests per update on which the plugin and the Accelerator agree. 1 is Accelerate's default.
 
     Raises:
         ValueError: they do not.
@@ -68,7 +82,7 @@ def check_steps(plugin: RequestZeROPlugin, steps: int) -> int:
     return said
 
 
-def check_objects(accelerator: RequestZeROAccelerator, objects: Sequence[Any]) -> None:
+def check_objects(accelerator: Accelerator, objects: Sequence[Any]) -> None:
     """Raise ValueError for what cannot be prepared together."""
     models = [item for item in objects if isinstance(item, torch.nn.Module)]
     optimizers = [item for item in objects if isinstance(item, (torch.optim.Optimizer, DummyOptim))]

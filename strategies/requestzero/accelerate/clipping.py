@@ -12,7 +12,7 @@ from requestzero.zero.engine import RequestZeROEngine
 
 
 class Clipping:
-    """What the next step clips at.
+    """The norm at which the next step clips.
 
     Args:
         configured: ``gradient_clipping`` of the DeepSpeed config, 0 for none; ``None``: it leaves that to
@@ -24,10 +24,10 @@ class Clipping:
         self._asked: float | None = None
 
     def ask(self, max_norm: float) -> None:
-        """Clip the next step at ``max_norm``. Infinity asks for the norm only.
+        """Let the next step clip at ``max_norm``; infinity changes nothing.
 
         Raises:
-            ValueError: no norm that can be clipped at, or another one than the configured.
+            ValueError: not a positive number, or another one than the configured.
         """
         if not max_norm > 0:
             raise ValueError(f"clip_grad_norm_(max_norm={max_norm!r}) is not allowed: use a positive number.")
@@ -43,7 +43,7 @@ class Clipping:
 
     @contextmanager
     def applied(self, engine: RequestZeROEngine) -> Iterator[None]:
-        """While the block runs, the engine's step clips as was asked; the next step has to be asked for again."""
+        """Let the engine's step clip as was asked while the block runs, and forget it then."""
         optimizer = engine.optimizer
         saved = optimizer.clip_grad
         if self._asked is not None:

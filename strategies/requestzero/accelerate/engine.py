@@ -1,10 +1,12 @@
-"""The engine as an ``Accelerator`` drives it: what a window is divided by, and when it is applied."""
+"""The engine as an ``Accelerator`` drives it: backwards, requests and steps.
+
+Written for Accelerate 1.15.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from typing_extensions import override
 
 from requestzero.accelerate.clipping import Clipping
-from requestzero.zero.common.window import UpdateWindow
+from requestzero.accelerate.window_tally import WindowTally
 from requestzero.zero.engine import RequestZeROEngine
 from requestzero.zero.metrics import logged_metrics
 
@@ -23,24 +25,11 @@ DROP_AFTER_DIVISION = (
 )
 
 
-@dataclass
-class WindowTally:
-    """What has to be known of a window to divide its sum; a new one for each window."""
-
-    window: UpdateWindow
-    blocks: int = 0
-    """``accelerator.accumulate`` blocks in the window."""
-    marked: bool = False
-    """Whether request ends were marked explicitly."""
-    divided: bool | None = None
-    """Whether the caller has divided the losses; ``None`` before the first backward."""
-
-
 class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
-    """Stands where Accelerate keeps its ``DeepSpeedEngineWrapper``. Written for Accelerate 1.15.
+    """Stands where Accelerate keeps its ``DeepSpeedEngineWrapper``.
 
     A backward is a request of its own unless it runs within :class:`~requestzero.accelerate.requests.Requests`. It
-    never steps.
+    never steps, where Accelerate's does at a window's end.
 
     Args:
         engine: the request-safe engine.
@@ -57,7 +46,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         super().__init__(engine)
         self.clipping = Clipping(clipping)
         self.request_end: bool | None = None
-        """What the next backward's request end was marked as; ``None``: every backward is a request."""
+        """True if the next backward is marked as its request's last, ``None`` if every backward is a request."""
         self.micro_batch_weight: Any = None
         """Weight of the next backward, where a loader has given it."""
         self.backwards = 0
@@ -69,21 +58,21 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
 
     @property
     def tally(self) -> WindowTally:
-        """Of the window that is open, or of the next one."""
+        """Tally of the open window, or of the next one."""
         if self._tally.window is not self.engine.update_window:
             self._tally = WindowTally(self.engine.update_window)
         return self._tally
 
     def begin_block(self) -> None:
-        """An ``accelerator.accumulate`` block begins: what Accelerate counts as one of N, even without a backward."""
+        """Count an ``accelerator.accumulate`` block, which Accelerate counts as one of N even without a backward."""
         self.tally.blocks += 1
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """While the block runs, :attr:`request_end` says of each backward whether its request ends with it.
+        """Let :attr:`request_end` mark the backwards in the block.
 
         Raises:
-            RuntimeError: somebody marks already.
+            RuntimeError: they are being marked already.
         """
         if self.request_end is not None:
             raise RuntimeError(
@@ -104,15 +93,15 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         weight: float | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """Run the engine's backward. Collective at stage 2, and at stage 1 where a request ends.
+        """Run the engine's backward, and never its step. Collective at stage 2, and at stage 1 where a request ends.
 
         Args:
             loss: a scalar.
-            sync_gradients: Accelerate's idea of a window's end, which ranks agree on.
+            sync_gradients: true if Accelerate ends the window here, on which ranks agree.
             weight: of this micro-batch, for ``normalization="token"``, where its loader gives none; see
                 ``engine.add_weight``.
-            **kwargs: for ``engine.backward``; ``scale_wrt_gas=False`` says that the losses of the window were divided
-                already, as DeepSpeed takes it: the step divides no more.
+            **kwargs: for ``engine.backward``; ``scale_wrt_gas=False`` says, as in DeepSpeed, that the losses of the
+                window were divided already: the step divides no more.
 
         Raises:
             ValueError: some losses of the window were divided and others not, or they were and requests may be dropped;
@@ -126,7 +115,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self.engine.backward(loss, scale_wrt_gas=False, weight=weight, **kwargs)
 
     def _take_weight(self, given: Any) -> Any:
-        """The weight of the next backward, from the call or the loader; that of a loader's batch holds for one."""
+        """Return the weight of the next backward, from the call or the loader, and forget it."""
         loaders, self.micro_batch_weight = self.micro_batch_weight, None
         if given is not None and loaders is not None:
             raise ValueError(
@@ -142,19 +131,13 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         return loaders if given is None else given
 
     def _announce(self, window_end: bool) -> None:
-        """Where every backward is a request: it has one micro-batch, and the step follows where Accelerate says so."""
+        """Announce the request, where every backward is one."""
         self.backwards += 1
         engine = self.engine
         if self.request_end is None and not engine.inside_no_sync_ctxt and not engine.update_window.request_open:
             engine.begin_request(micro_batches=1, window_end=window_end)
 
     def _note(self, divided: bool) -> None:
-        tally = self.tally
-        if tally.divided is not None and tally.divided != divided:
-            raise ValueError(
-                f"accelerator.backward(scale_wrt_gas={not divided}) comes in a window that was begun with "
-                f"scale_wrt_gas={not tally.divided}: say the same for all of its micro-batches."
-            )
         if divided and self.engine.options.overflow.on_overflow == "drop_request":
             raise ValueError(f"accelerator.backward(scale_wrt_gas=False): {DROP_AFTER_DIVISION}")
         if divided and self._normalization == "token":
@@ -163,24 +146,11 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
                 "Trainer does, which takes the mean over tokens itself (num_items_in_batch): normalization='token' "
                 "would divide once more. Leave normalization out."
             )
-        tally.divided = divided
-        tally.marked = tally.marked or self.request_end is not None
+        self.tally.note(divided, marked=self.request_end is not None)
 
     def divisor(self) -> float:
-        """What the open window's sum is divided by: what the same loop divides by without DeepSpeed.
-
-        That is the number of its micro-batches; where a loop does not mark requests and runs several backwards within
-        one ``accumulate`` block, the number of its blocks, and ``gradient_accumulation_steps`` without any block. Less
-        the share of those backwards that an overflow has dropped.
-        """
-        tally = self.tally
-        if self._normalization == "sum" or tally.divided:
-            return 1
-        if tally.marked:
-            return max(1, tally.window.micro_batches)
-        count, kept = tally.blocks or self._steps(), tally.window.micro_batches
-        dropped = sum(request.micro_batches for request in tally.window.dropped)
-        return count * kept / (kept + dropped) if dropped and kept else count
+        """Return the divisor of the open window's sum; not for ``normalization="token"``."""
+        return 1 if self._normalization == "sum" else self.tally.divisor(self._steps())
 
     def step(self) -> None:
         """Apply the open window, divided. Collective; nothing without a backward since the last step.
@@ -199,16 +169,16 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self._tally = WindowTally(self.engine.update_window)
 
     def metrics(self) -> dict[str, float]:
-        """See :func:`~requestzero.zero.metrics.logged_metrics`; waits for the device if a norm is on it still."""
+        """Return the numbers of :func:`~requestzero.zero.metrics.logged_metrics`; waits for a norm on the device."""
         return {name: float(value) for name, value in logged_metrics(self.engine).items()}
 
     def take_metrics(self) -> dict[str, float]:
-        """:meth:`metrics` once after each update, else nothing."""
+        """Return :meth:`metrics` once after each update, else nothing."""
         unlogged, self._unlogged = self._unlogged, False
         return self.metrics() if unlogged else {}
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Let the next step clip at ``max_norm``; the norm of the open window's divided gradient. Collective.
+        """Return the norm of the open window's divided gradient, and clip at ``max_norm`` in the next step. Collective.
 
         Raises:
             RuntimeError: inside ``no_sync``, or inside a request.

@@ -1,4 +1,4 @@
-"""The DeepSpeed config as the engine gets it, resolved when the world size and the loaders are known."""
+"""The DeepSpeed config as the engine gets it, resolved with the world size and the loaders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BatchSizes:
 
 
 def choose_sizes(config: Config, loaders: Iterable[Any], take_smallest: bool, steps: int, ranks: int) -> BatchSizes:
-    """The sizes in the config, else the loaders', else 1 (a loader of uneven micro-batches has none).
+    """Return the sizes in the config, else the loaders', else 1 (a loader of uneven micro-batches has none).
 
     Raises:
         ValueError: a size that is not a whole number above 0, or sizes that do not fit together.
@@ -57,13 +57,13 @@ def choose_sizes(config: Config, loaders: Iterable[Any], take_smallest: bool, st
 
 
 def data_loaders(objects: Iterable[Any]) -> list[DataLoader]:
-    """The torch loaders among what is prepared."""
+    """Return the torch loaders among the objects to prepare."""
     return [item for item in objects if isinstance(item, DataLoader)]
 
 
 @contextmanager
 def engine_config(config: Config, sizes: BatchSizes, clipping: float | None) -> Iterator[None]:
-    """While the block runs, ``config`` is what the engine needs; after it, what the user has, ``"auto"`` resolved.
+    """Give ``config`` the engine's values while the block runs, and then the user's, with ``"auto"`` resolved.
 
     The engine gets one micro-batch per update, since the step divides, no batch size that would have to agree with
     that, and none of our own keys. In place, since Accelerate takes the config from the plugin.

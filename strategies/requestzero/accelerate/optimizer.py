@@ -1,4 +1,7 @@
-"""The optimizer that ``accelerator.prepare`` gives back."""
+"""The optimizer that ``accelerator.prepare`` gives back.
+
+Written for Accelerate 1.15.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from requestzero.accelerate.engine import RequestZeROEngineWrapper
 
 
 class RequestZeROOptimizerWrapper(DeepSpeedOptimizerWrapper):
-    """Steps and discards where Accelerate's wrapper does nothing. Written for Accelerate 1.15.
+    """Steps and discards where Accelerate's wrapper does nothing.
 
     As Accelerate's optimizers do without DeepSpeed, it acts only where ``accelerator.sync_gradients`` is true.
     """
@@ -23,7 +26,7 @@ class RequestZeROOptimizerWrapper(DeepSpeedOptimizerWrapper):
 
     @override
     def step(self, closure: Any = None) -> None:
-        """Apply the open window. Collective.
+        """Apply the open window, where ``sync_gradients`` is true. Collective. Accelerate's steps in ``backward``.
 
         Raises:
             ValueError: with a closure.
@@ -40,12 +43,19 @@ class RequestZeROOptimizerWrapper(DeepSpeedOptimizerWrapper):
 
     @override
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Discard the open window; after a step there is none. ``set_to_none`` makes no difference."""
+        """Discard the open window, where ``sync_gradients`` is true; after a step there is none.
+
+        Args:
+            set_to_none: makes no difference.
+        """
         if self.gradient_state.sync_gradients:
             self._engine_wrapper.engine.zero_grad()
 
     @property
     @override
     def step_was_skipped(self) -> bool:
-        """Whether the last step left the weights as they were: gradients that are not finite, or none at all."""
+        """True if the last step left the weights as they were: gradients that are not finite, or none at all.
+
+        Accelerate's version reads the overflow flag only.
+        """
         return self._was_skipped

@@ -1,4 +1,4 @@
-"""Loaders that Accelerate has prepared: a pass over one in which the model is trained concerns all ranks."""
+"""Passes over loaders that Accelerate has prepared, told to the other ranks if the model is trained in them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from requestzero.accelerate.engine import RequestZeROEngineWrapper
 
 
 class SharedPass:
-    """Mixed into the class of one loader; see :func:`share_passes`."""
+    """Mixin for the class of one loader; see :func:`share_passes`."""
 
     _requestzero_wrapper: Callable[[], RequestZeROEngineWrapper | None]
 
     def __iter__(self) -> Iterator[Any]:
-        """As the loader's own.
+        """Iterate as the loader does, and tell the other ranks of the end or a failure. Collective.
 
         Raises:
             RankDisagreementError: the loader has raised on this rank or another; or another rank has not come to the
@@ -33,7 +33,7 @@ class SharedPass:
 
 
 def share_passes(loader: Any, wrapper: Callable[[], RequestZeROEngineWrapper | None]) -> Any:
-    """Let the passes over ``loader`` be told to the other ranks; the object stays the same.
+    """Tell the other ranks of passes over ``loader``, and return it; the object stays the same.
 
     Args:
         loader: one that Accelerate has prepared.

@@ -1,4 +1,7 @@
-"""The plugin that a user builds."""
+"""The plugin for Accelerate.
+
+Written for Accelerate 1.15.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from requestzero.accelerate.launch import launched_precision, precision_config
 from requestzero.accelerate.options import OWN_OPTIONS
 from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
-from requestzero.config.engine_options import EngineOptions, take_engine_options
+from requestzero.accelerate.request_safe_plugin import RequestSafePlugin
 from requestzero.config.merge import places_of
 from requestzero.config.nested import look_up, update
 from requestzero.config.overflow import merged_overflow, overflow_to_config
 from requestzero.config.precision import precision_of
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.settings import OverflowSettings
 from requestzero.config.translation import AUTO
 from requestzero.environment.versions import require_supported_deepspeed
 
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class RequestZeROPlugin(DeepSpeedPlugin):
+class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
     """ZeRO 1 or 2 in which every optimizer step applies exactly the sum of its window's requests.
 
     ``Accelerator(deepspeed_plugin=RequestZeROPlugin(...))``: the engine that ``accelerator.prepare`` builds is the
@@ -92,9 +95,9 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         require_supported_deepspeed()
         _require_transformers()
         plan = make_plan({item.name: getattr(self, item.name) for item in fields(self)}, os.environ)
-        from requestzero.accelerate.accelerator import install
+        from requestzero.accelerate.patch import install_if_needed
 
-        install()
+        install_if_needed()
         join_ranks()
         self.plan = plan
         self._adopt(plan)
@@ -103,10 +106,10 @@ class RequestZeROPlugin(DeepSpeedPlugin):
             self.deepspeed_config["steps_per_print"] = plan.config["steps_per_print"]
 
     def _adopt(self, plan: Plan) -> None:
-        """Let the plan be the only thing that Accelerate's part of the construction sees."""
+        """Set the fields that Accelerate's part of the construction reads to what the plan says."""
         settings = plan.settings
         if isinstance(self.hf_ds_config, HfDeepSpeedConfig):
-            # The Trainer goes on with this object.
+            # Transformers' Trainer goes on with this object.
             self.hf_ds_config.config = copy.deepcopy(plan.config)
         else:
             self.hf_ds_config = HfDeepSpeedConfig(plan.config)
@@ -117,37 +120,42 @@ class RequestZeROPlugin(DeepSpeedPlugin):
         for name in {item.name for item in fields(self)}.intersection(OWN_OPTIONS):
             setattr(self, name, getattr(settings, name))
 
-    @property
-    def settings(self) -> RequestZeROSettings:
-        """The options as all places together have decided them."""
-        return self.plan.settings
-
-    @property
-    def engine_options(self) -> EngineOptions:
-        """What the engine is told beside the DeepSpeed config; complete once the precision is known."""
-        return take_engine_options(copy.deepcopy(self.deepspeed_config))
-
     def requests(self, accelerator: Accelerator) -> Requests:
-        """Requests of several micro-batches, and windows of any number of requests, for a loop with ``accelerator``."""
+        """Return the interface for requests of several micro-batches, in a loop with ``accelerator``."""
         from requestzero.accelerate.requests import Requests
 
         return Requests(accelerator)
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
-        """What ``accelerator.log`` adds by itself: ``overflow/...`` and the last update's ``grad_norm``.
+        """Return what ``accelerator.log`` adds by itself: ``overflow/...`` and the last update's ``grad_norm``.
 
-        For trackers of another kind, see :func:`~requestzero.zero.metrics.logged_metrics`.
+        For trackers that ``accelerator.log`` does not reach; see :func:`~requestzero.zero.metrics.logged_metrics`.
 
         Raises:
             RuntimeError: ``accelerator`` has not prepared a model with such a plugin.
         """
-        from requestzero.accelerate.requests import engine_wrapper
+        from requestzero.accelerate.engine_access import engine_wrapper_of
 
-        return engine_wrapper(accelerator).metrics()
+        return engine_wrapper_of(accelerator).metrics()
 
     @override
     def _deepspeed_config_checks(self) -> None:
-        """Accelerate's version refuses what its config file and the DeepSpeed file both say, agreeing or not."""
+        """Check nothing: the plan compares. Accelerate's version refuses what two files say, even if they agree."""
+
+    @override
+    def deepspeed_config_process(self, *args: Any, **kwargs: Any) -> None:
+        """Also refuse an Accelerator that would build a stock engine: it calls this for every engine.
+
+        Raises:
+            RuntimeError: the Accelerator is not one of ours.
+        """
+        if not self.builds_engine:
+            raise RuntimeError(
+                "accelerate.Accelerator would build a stock DeepSpeed engine from this RequestZeROPlugin, since the "
+                "program has imported requestzero.accelerate.Accelerator and so has nothing patched: use that class "
+                "for every Accelerator with the plugin (and RequestZeROTrainingArguments for transformers' Trainer)."
+            )
+        super().deepspeed_config_process(*args, **kwargs)
 
     @override
     def set_mixed_precision(self, mixed_precision: str) -> None:

@@ -1,4 +1,7 @@
-"""The ranks that a launcher has started, joined on the CPU too."""
+"""Process groups where Accelerate or DeepSpeed would find none: on the CPU, and in a process without a launcher.
+
+Written for Accelerate 1.15.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from requestzero.zero.process_group import without_inference_operator
 
 
 def join_ranks() -> None:
-    """On the CPU, join the ranks with gloo; elsewhere Accelerate does it itself when the ``Accelerator`` is built.
+    """Join the ranks of a launcher with gloo, on the CPU. Collective there.
 
-    Accelerate 1.15 finds no backend for DeepSpeed on the CPU, and every rank would believe to be alone. A process
-    group that exists (``torch.distributed.init_process_group``) is used as it is.
+    Accelerate finds no backend for DeepSpeed on the CPU, and every rank would believe to be alone. Elsewhere it joins
+    them itself, when the ``Accelerator`` is built. A process group that exists
+    (``torch.distributed.init_process_group``) is used as it is.
 
     Raises:
         RuntimeError: a ``PartialState`` or ``Accelerator`` exists already, in which every rank is alone.
@@ -45,7 +49,7 @@ def join_ranks() -> None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """While the block runs, DeepSpeed finds a process group, also in a process that no launcher has started.
+    """Let DeepSpeed find a process group while the block runs, also in a process that no launcher has started.
 
     There it would look for an MPI environment, and fail where there is none. The group of one rank stays.
     """

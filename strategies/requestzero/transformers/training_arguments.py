@@ -1,4 +1,7 @@
-"""Training arguments with which Transformers' Trainer uses the request-safe optimizer."""
+"""Training arguments for request-safe ZeRO in Transformers' ``Trainer``.
+
+Written for Transformers 5.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ from requestzero.zero.process_group import without_inference_operator
 
 @dataclass
 class RequestZeROTrainingArguments(TrainingArguments):
-    """``TrainingArguments`` in whose place they are put: ``deepspeed=`` then makes a ``RequestZeROPlugin``.
+    """``TrainingArguments`` whose ``deepspeed=`` makes a ``RequestZeROPlugin``.
 
     ``deepspeed`` is a dict, an OmegaConf object, or the path of a JSON or YAML file, with
     ``zero_optimization.retain_gpu_grad_partition_until_step`` and all else in its place there. On a machine without an
     accelerator the ranks are joined with gloo. A hyperparameter search makes our plugin again too.
 
-    Trainer has divided the losses when it calls ``accelerator.backward``, so the step divides no more; its
-    ``grad_norm`` and clipping refer to the window.
+    Trainer has divided the losses when it calls ``accelerator.backward``, so the step divides no more: the mean over
+    the window is Trainer's own. Its ``grad_norm`` and clipping refer to the window.
 
     Raises:
         ValueError: there is no DeepSpeed config, neither here nor from ``accelerate launch``; and as
@@ -51,18 +54,21 @@ class RequestZeROTrainingArguments(TrainingArguments):
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        """Trainer and this class put a stock plugin here, at several places."""
+        """Replace a stock plugin by ours: Transformers assigns one in several places, also after this is built."""
         if name == "deepspeed_plugin" and isinstance(value, DeepSpeedPlugin):
             value = as_request_zero(value)
         super().__setattr__(name, value)
 
 
 def as_request_zero(plugin: DeepSpeedPlugin) -> RequestZeROPlugin:
-    """The plugin with the same DeepSpeed config object, unless it is one of ours already.
+    """Return a ``RequestZeROPlugin`` with the plugin's DeepSpeed config object, or the plugin if it is one already.
 
     Raises:
         ValueError: it would drop requests, whose losses Trainer has divided already.
     """
+    from requestzero.accelerate.patch import install
+
+    install()  # Trainer builds an accelerate.Accelerator
     ours = plugin if isinstance(plugin, RequestZeROPlugin) else RequestZeROPlugin(hf_ds_config=plugin.hf_ds_config)
     if ours.settings.overflow.on_overflow == "drop_request":
         from requestzero.accelerate.engine import DROP_AFTER_DIVISION
@@ -72,7 +78,7 @@ def as_request_zero(plugin: DeepSpeedPlugin) -> RequestZeROPlugin:
 
 
 def _launched_config() -> Config:
-    """The DeepSpeed config of ``accelerate launch``, for a run without one in the arguments."""
+    """Return the DeepSpeed config of ``accelerate launch``, for a run without one in the arguments."""
     if not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "RequestZeROTrainingArguments has no deepspeed=... and the ranks were not launched with DeepSpeed, so "
@@ -82,7 +88,7 @@ def _launched_config() -> Config:
 
 
 def _is_json(config: Any) -> bool:
-    """What Transformers reads by itself, and leaves as it is for its own later use."""
+    """Return True for a config that Transformers reads by itself, and keeps for its own later use."""
     if isinstance(config, dict):
         return True
     if not isinstance(config, (str, os.PathLike)) or is_in_package(config):

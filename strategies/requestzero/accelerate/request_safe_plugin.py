@@ -1,0 +1,51 @@
+"""The interface by which an Accelerator knows a plugin whose engine is request-safe."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from requestzero.accelerate.plan import Plan
+from requestzero.config.engine_options import EngineOptions, take_engine_options
+from requestzero.config.nested import Config
+from requestzero.config.settings import RequestZeROSettings
+
+
+class RequestSafePlugin:
+    """Base class of the plugin: what an Accelerator reads of it."""
+
+    plan: Plan
+    """All places of the configuration, merged."""
+    deepspeed_config: Config
+    """The DeepSpeed config, with our own keys."""
+    is_train_batch_min: bool
+    """As in ``DeepSpeedPlugin``."""
+    builds_engine = False
+    """True while a request-safe engine is built from the plugin."""
+
+    @property
+    def settings(self) -> RequestZeROSettings:
+        """The options as all places together have decided them."""
+        return self.plan.settings
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """Options of the engine beside the DeepSpeed config; complete once the precision is known."""
+        return take_engine_options(copy.deepcopy(self.deepspeed_config))
+
+    @contextmanager
+    def building_engine(self) -> Iterator[None]:
+        """Set :attr:`builds_engine` while the block runs."""
+        self.builds_engine = True
+        try:
+            yield
+        finally:
+            self.builds_engine = False
+
+
+def any_request_safe(plugins: Any) -> bool:
+    """Return True if ``plugins``, in any of the forms that Accelerate accepts, are or contain one of ours."""
+    given = plugins.values() if isinstance(plugins, Mapping) else [plugins]
+    return any(isinstance(plugin, RequestSafePlugin) for plugin in given)

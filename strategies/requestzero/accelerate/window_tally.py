@@ -1,0 +1,58 @@
+"""The divisor of a window in a loop with Accelerate: the one of the same loop without DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from requestzero.zero.common.window import UpdateWindow
+
+
+@dataclass
+class WindowTally:
+    """Counts of one window on which its divisor depends."""
+
+    window: UpdateWindow
+    """The engine's counts of the same window."""
+    blocks: int = 0
+    """``accelerator.accumulate`` blocks in the window."""
+    marked: bool = False
+    """True once the ends of requests were marked explicitly."""
+    divided: bool | None = None
+    """True if the caller has divided the losses; ``None`` before the first backward."""
+
+    def note(self, divided: bool, marked: bool) -> None:
+        """Note a backward.
+
+        Args:
+            divided: the caller has divided its loss.
+            marked: its request's end is marked explicitly.
+
+        Raises:
+            ValueError: some losses of the window are divided, and others not.
+        """
+        if self.divided is not None and self.divided != divided:
+            raise ValueError(
+                f"accelerator.backward(scale_wrt_gas={not divided}) comes in a window that was begun with "
+                f"scale_wrt_gas={not self.divided}: say the same for all of its micro-batches."
+            )
+        self.divided = divided
+        self.marked = self.marked or marked
+
+    def divisor(self, steps: int) -> float:
+        """Return the number of the window's micro-batches, or what the loop counts in their place.
+
+        Where a loop does not mark requests and runs several backwards within one ``accumulate`` block, that is the
+        number of its blocks, and ``steps`` without any block, less the share of those backwards that an overflow has
+        dropped. 1 where the losses are divided already.
+
+        Args:
+            steps: Accelerate's ``gradient_accumulation_steps``.
+        """
+        if self.divided:
+            return 1
+        kept = self.window.micro_batches
+        if self.marked:
+            return max(1, kept)
+        count = self.blocks or steps
+        dropped = sum(request.micro_batches for request in self.window.dropped)
+        return count * kept / (kept + dropped) if dropped and kept else count
