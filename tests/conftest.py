@@ -1,23 +1,28 @@
-"""Rank groups for the whole session: starting a rank costs seconds."""
+"""Rank groups for the whole session, since starting a rank costs seconds; and what is compiled before it."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from support.cpu_adam import compile_cpu_adam
+from support.paths import ROOT
 from support.ranks import RankGroup
 
-# What DeepSpeed compiles on first use (DeepSpeedCPUAdam) is kept beside the checkout: two environments that share one
-# folder rebuild each other's. A build that was killed leaves its lock behind, on which the next one waits without end.
-COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "torch_extensions"
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(COMPILED))
-for lock in COMPILED.glob("*/lock"):
-    if time.time() - lock.stat().st_mtime > 600:
-        lock.unlink()
+# Beside the checkout: two environments that share one folder rebuild each other's extensions.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".pytest_cache" / "torch_extensions"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile before xdist starts its workers, and before any test."""
+    is_worker = hasattr(session.config, "workerinput")
+    if not is_worker and not session.config.option.collectonly:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        compile_cpu_adam(Path(os.environ["TORCH_EXTENSIONS_DIR"]), reporter.write_line if reporter else print)
 
 
 @pytest.fixture(scope="session")
