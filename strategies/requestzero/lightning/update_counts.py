@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from requestzero.zero.engine import RequestZeROEngine
-    from requestzero.zero.stage_1_and_2.accumulators.offloaded import PartitionTraffic
+    from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionTraffic
 
 
 @dataclass(frozen=True)

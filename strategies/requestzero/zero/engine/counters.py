@@ -9,10 +9,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from requestzero.config.engine_options import EngineOptions
 from requestzero.rank_check.agreement import Agreement
 from requestzero.zero.common.window import UpdateWindow
-from requestzero.zero.engine.former_methods import ReadoutFloat, ReadoutInt
+from requestzero.zero.engine.deprecated_calls import ReadoutFloat, ReadoutInt
 from requestzero.zero.overflow import policy
 from requestzero.zero.overflow.history import SkippedUpdate, SkipRecord
-from requestzero.zero.stage_1_and_2.accumulators.offloaded import PartitionTraffic
+from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionTraffic
 from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
 
 

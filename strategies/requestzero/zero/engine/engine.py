@@ -19,12 +19,12 @@ from requestzero.config.normalization import check_normalization
 from requestzero.config.validation import check_weight
 from requestzero.zero.common import life_cycle
 from requestzero.zero.engine.announcements import AnnouncingEngine
-from requestzero.zero.engine.step_divisor import check_divisor
+from requestzero.zero.engine.step_arguments import check_divisor
 from requestzero.zero.overflow import policy
 from requestzero.zero.overflow.history import SkipRecord
 from requestzero.zero.patch import patched
 from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
-from requestzero.zero.stage_1_and_2.parts import WindowOptions
+from requestzero.zero.stage_1_and_2.optimizer_parts import WindowOptions
 
 _SKIPS_IN_CHECKPOINT = "requestzero_skips"
 

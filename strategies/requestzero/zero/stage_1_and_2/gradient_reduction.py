@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from requestzero.zero.common.ranks import Ranks
 from requestzero.zero.common.streams import current_stream, has_streams, keep_alive
 from requestzero.zero.stage_1_and_2.bucket import Bucket, Entry
-from requestzero.zero.stage_1_and_2.bucket_reduction import BucketReduction
+from requestzero.zero.stage_1_and_2.bucket_collective import BucketCollective
 from requestzero.zero.stage_1_and_2.layout import Parameter, PartitionLayout
 from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
 
@@ -61,7 +61,7 @@ class GradientReduction:
         layout: PartitionLayout,
         local: LocalGradients,
         buckets: Mapping[torch.dtype, Bucket],
-        reduction: BucketReduction,
+        reduction: BucketCollective,
         accumulate: Accumulate,
         schedule: ReductionSchedule,
         ranks: Ranks,

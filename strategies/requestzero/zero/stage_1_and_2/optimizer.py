@@ -14,8 +14,8 @@ from requestzero.zero.common import life_cycle
 from requestzero.zero.common.scale import StepScale, unscale_and_clip
 from requestzero.zero.common.window import DroppedRequest, UpdateWindow
 from requestzero.zero.overflow.loss_scale import reduce_scale
-from requestzero.zero.stage_1_and_2 import weights
-from requestzero.zero.stage_1_and_2.parts import OptimizerParts, WindowOptions, build_parts, is_muon_group
+from requestzero.zero.stage_1_and_2 import model_weights
+from requestzero.zero.stage_1_and_2.optimizer_parts import OptimizerParts, WindowOptions, build_parts, is_muon_group
 
 
 class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
@@ -250,7 +250,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
 
     def _link_fragments(self) -> None:
         if self._parts is not None:
-            weights.number_fragments(self.layout.groups, self.layout.params)
+            model_weights.number_fragments(self.layout.groups, self.layout.params)
             self._get_offload_gradient_dict()
 
     @override
@@ -286,5 +286,5 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         """Make parameters views of the flat weights only where they are none; DeepSpeed does it in every step."""
         params, metas = self.round_robin_bit16_groups[group_index], self.round_robin_bit16_meta[group_index]
         offsets = self.round_robin_bit16_offsets[group_index]
-        if not weights.are_views_of(self.bit16_groups_flat[group_index], params, metas, offsets):
+        if not model_weights.are_views_of(self.bit16_groups_flat[group_index], params, metas, offsets):
             super()._update_model_bit16_weights(group_index)

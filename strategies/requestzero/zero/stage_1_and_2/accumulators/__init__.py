@@ -1,7 +1,9 @@
 """The running sum of a window, one accumulator for each parameter group.
 
-``accumulator`` is what all of them do, ``gradient_sums`` all groups together and the choice among them: ``device``
-(flat, on the accelerator), ``muon`` (whole matrices, on the accelerator), ``host`` (CPU offload: in the gradient that
-the optimizer reads), ``offloaded`` (CPU offload with fp32 sums of a 16-bit model: on the accelerator within a request,
-on the host between requests).
+``accumulator`` is the interface, ``gradient_sums`` all groups together, ``choice`` picks one for each group:
+
+- on the accelerator: ``device`` (a flat partition), ``muon`` (whole matrices);
+- under CPU offload (``offload``): ``offload_host_gradient`` (added into the gradient that the optimizer reads),
+  ``offload_partition`` (fp32 sums of a 16-bit model: on the accelerator within a request, kept or freed between
+  requests as ``retention`` says).
 """

@@ -11,10 +11,14 @@ import torch
 from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator, CountsInNorm
 from requestzero.zero.stage_1_and_2.accumulators.device import DeviceAccumulator
 from requestzero.zero.stage_1_and_2.accumulators.gradient_sums import GradientSums
-from requestzero.zero.stage_1_and_2.accumulators.host import HostAccumulator
 from requestzero.zero.stage_1_and_2.accumulators.host_copies import HostCopies
 from requestzero.zero.stage_1_and_2.accumulators.muon import MuonAccumulator, Updates
-from requestzero.zero.stage_1_and_2.accumulators.offloaded import OffloadedAccumulator, PartitionTraffic, PrefetchStream
+from requestzero.zero.stage_1_and_2.accumulators.offload_host_gradient import HostGradientAccumulator
+from requestzero.zero.stage_1_and_2.accumulators.offload_partition import (
+    PartitionAccumulator,
+    PartitionTraffic,
+    PrefetchStream,
+)
 from requestzero.zero.stage_1_and_2.accumulators.retention import Retention
 from requestzero.zero.stage_1_and_2.layout import GroupLayout, Parameter
 
@@ -49,7 +53,7 @@ def choose_sums(groups: list[GroupLayout], names: list[str], options: SumOptions
     """Return the sums of all groups, each where the options want it."""
     copies, traffic, stream = HostCopies(), PartitionTraffic(), PrefetchStream()
     accumulators = [_choose(group, options, copies, traffic, stream) for group in groups]
-    offloaded = [each for each in accumulators if isinstance(each, OffloadedAccumulator)]
+    offloaded = [each for each in accumulators if isinstance(each, PartitionAccumulator)]
     partition_bytes = sum(each.group.partition_size * each.dtype.itemsize for each in offloaded)
     return GradientSums(accumulators, names, copies, Retention(options.retain, partition_bytes), traffic)
 
@@ -72,5 +76,5 @@ def _choose(
         return DeviceAccumulator(group, dtype, counts)
     on_host = (group, dtype, counts, lambda: options.host_gradient(index), copies, options.window_is_open)
     if dtype == torch.float32 != options.model_dtype and not options.is_muon(index):
-        return OffloadedAccumulator(*on_host, traffic=traffic, stream=stream)
-    return HostAccumulator(*on_host)
+        return PartitionAccumulator(*on_host, traffic=traffic, stream=stream)
+    return HostGradientAccumulator(*on_host)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator
-from requestzero.zero.stage_1_and_2.accumulators.host import HostAccumulator
 from requestzero.zero.stage_1_and_2.accumulators.host_copies import HostCopies
-from requestzero.zero.stage_1_and_2.accumulators.offloaded import OffloadedAccumulator, PartitionTraffic
+from requestzero.zero.stage_1_and_2.accumulators.offload_host_gradient import HostGradientAccumulator
+from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionAccumulator, PartitionTraffic
 from requestzero.zero.stage_1_and_2.accumulators.retention import Retention
 from requestzero.zero.stage_1_and_2.bucket import Entry
 from requestzero.zero.stage_1_and_2.bucket_runs import Piece, runs_of
@@ -39,7 +39,7 @@ class GradientSums:
         self.peak_device_bytes = 0
         """The most bytes that the sum has occupied on the accelerator at the end of a backward."""
         self._names, self._copies, self._retention = names, copies, retention
-        self._offloaded = [each for each in accumulators if isinstance(each, OffloadedAccumulator)]
+        self._offloaded = [each for each in accumulators if isinstance(each, PartitionAccumulator)]
 
     # --- a backward -------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class GradientSums:
         """Compute norms from the host gradients of these groups, into which updates have been written."""
         for index in groups:
             accumulator = self.accumulators[index]
-            if isinstance(accumulator, HostAccumulator):
+            if isinstance(accumulator, HostGradientAccumulator):
                 accumulator.recompute_norms()
 
     def complete(self) -> None:

@@ -20,7 +20,7 @@ from requestzero.zero.stage_1_and_2.accumulators.fragments import GradientFragme
 from requestzero.zero.stage_1_and_2.accumulators.gradient_sums import GradientSums
 from requestzero.zero.stage_1_and_2.accumulators.muon import Updates
 from requestzero.zero.stage_1_and_2.bucket import Bucket
-from requestzero.zero.stage_1_and_2.bucket_reduction import BucketReduction, ReductionOptions
+from requestzero.zero.stage_1_and_2.bucket_collective import BucketCollective, ReductionOptions
 from requestzero.zero.stage_1_and_2.gradient_reduction import GradientReduction, ReductionSchedule
 from requestzero.zero.stage_1_and_2.layout import PartitionLayout
 from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
@@ -175,7 +175,7 @@ def _build_reduction(
         overlaps=optimizer.overlap_comm,
         fills_absent=options.fills_absent,
     )
-    reduction = BucketReduction(
+    reduction = BucketCollective(
         ReductionOptions(
             average=optimizer.gradient_average,
             partitioned=optimizer.reduce_scatter,

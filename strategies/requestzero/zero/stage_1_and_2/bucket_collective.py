@@ -32,7 +32,7 @@ class ReductionOptions:
     """Sequence-parallel ranks count as one rank in the division."""
 
 
-class BucketReduction:
+class BucketCollective:
     """Reduces buckets.
 
     Args:
