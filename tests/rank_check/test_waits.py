@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from requestzero.errors import RankDisagreementError
-from requestzero.rank_check import rank_agreement
+from requestzero.rank_check import agreement
 from requestzero.rank_check.rank_report import RankReport
 from requestzero.rank_check.watch import Watch
 from requestzero.zero.stage_1_and_2.bucket import Bucket
@@ -61,8 +61,8 @@ def test_what_ends_just_after_a_look_has_not_failed() -> None:
 def test_a_device_s_collective_is_waited_for_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL takes a time that is over for a failure of its communicator."""
     queued = Work()
-    monkeypatch.setattr(rank_agreement, "QueuedWork", lambda: queued)
-    waits: Any = rank_agreement.RankAgreement(SimpleNamespace(), watch(), SimpleNamespace, str)  # type: ignore[arg-type]
+    monkeypatch.setattr(agreement, "QueuedWork", lambda: queued)
+    waits: Any = agreement.RankAgreement(SimpleNamespace(), watch(), SimpleNamespace, str)  # type: ignore[arg-type]
     collective: Any = SimpleNamespace(timeouts=[])
     collective.wait = lambda *timeout: collective.timeouts.append(timeout)
     waits.wait_for_batch(collective, torch.device("cuda"))

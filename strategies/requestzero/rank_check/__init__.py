@@ -13,6 +13,6 @@ for stuck.
 
 Read in this order: ``intent``, ``channel`` (compares intents), ``rank_report`` and ``mailbox`` (for ranks that wait),
 ``watch`` (waits that end in an error), ``message`` (its text), ``comparison``, ``reduction_order``, ``request`` and
-``progress`` (how far a rank has come), ``agreement`` (what an engine tells), ``rank_agreement`` (its implementation
-for several ranks), ``communication`` (DeepSpeed's reductions, watched).
+``progress`` (how far a rank has come), ``interface`` (what an engine calls, and what that does for a rank alone),
+``agreement`` (what it does among several ranks), ``communication`` (DeepSpeed's reductions, watched).
 """

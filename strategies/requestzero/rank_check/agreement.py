@@ -1,81 +1,198 @@
-"""Interface between an engine and the check of ranks."""
+"""The check of ranks for an engine that shares its gradients with others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from requestzero.data.micro_batch import RequestId
-from requestzero.rank_check.reduction_order import Flush
+from requestzero.rank_check.comparison import Comparison
+from requestzero.rank_check.intent import Intent, Kind
+from requestzero.rank_check.interface import Agreement
+from requestzero.rank_check.progress import Progress
+from requestzero.rank_check.queued_work import QueuedWork
+from requestzero.rank_check.rank_report import RankReport
+from requestzero.rank_check.reduction_order import Flush, ReductionOrder
+from requestzero.rank_check.request import Window
+from requestzero.rank_check.watch import Watch, Work
 
 if TYPE_CHECKING:
     import torch
 
+    from requestzero.rank_check.channel import Channel
 
-class Agreement:
-    """Interface of the check, and its implementation where there is nothing to check: one rank, or the option is off.
 
-    The methods marked "collective" wait for the other ranks. They raise RankDisagreementError on all of them if one
-    does something else.
+class RankAgreement(Agreement):
+    """Follows the course of an engine, and compares with the other ranks what they do not know yet.
+
+    Args:
+        channel: for comparing intents.
+        watch: for waiting.
+        window: returns the engine's open update window.
+        name_of: returns the name of the parameter with DeepSpeed's number.
     """
 
-    active = False
-    """True where there are ranks to agree with."""
+    active = True
 
+    def __init__(
+        self, channel: Channel, watch: Watch, window: Callable[[], Window], name_of: Callable[[int], str]
+    ) -> None:
+        self._channel, self._watch, self._name_of = channel, watch, name_of
+        self._comparison = Comparison(channel, watch, self._report)
+        self._progress = Progress(window)
+        self._order = ReductionOrder()
+        self._following: int | None = None
+        self._reducing = False  # within a backward, or at stage 1 at a request's end
+        self._waiting_for: Callable[[], Intent] = self._progress.comes_to_next_batch  # outside of it
+        self._step_agreed = -1  # micro-batches of the window when a step was agreed on
+
+    def _report(self, intent: Intent) -> RankReport:
+        if intent.kind not in (Kind.ORDER, Kind.REDUCTION):
+            return RankReport.of(intent)
+        following = [] if self._following is None else [self._following]
+        return RankReport.of(intent, [self._name_of(number) for number in [*self._order.reduced, *following]])
+
+    def _compare(self, intent: Intent) -> None:
+        self.check()
+        self._comparison.begin(intent)
+
+    def _agree(self, intent: Intent) -> None:
+        self._compare(intent)
+        self._comparison.finish()
+
+    @override
     def check(self) -> None:
-        """Raise the error of an engine that has failed already."""
+        if self._watch.error is not None:
+            raise self._watch.error
 
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    @override
     def begin_request(self, name: RequestId, micro_batches: int | None, window_end: bool | None) -> None:
-        """Announce the request that comes next, without waiting for the other ranks.
+        self.check()
+        self._comparison.finish()
+        self._progress.begin(name, micro_batches, window_end)
+        self._compare(self._progress.begins())
 
-        Args:
-            name: of the request.
-            micro_batches: number of its backwards, if known.
-            window_end: true or false where it is known if a step follows it.
-        """
-
+    @override
     def begin_backward(self, last: bool) -> None:
-        """Announce a backward without waiting; ``last`` where its request is known to end with it."""
+        self.check()
+        self._order.restart()
+        self._reducing = False
+        self._step_agreed = -1
+        request = self._progress.request
+        if request.ended(self._progress.window):
+            self.begin_request(None, 1 if last else None, None)
+        elif request.micro_batches is not None and request.done >= request.micro_batches:
+            text = f"runs micro-batch {request.done + 1} of {request}, announced with {request.micro_batches}"
+            self._compare(self._progress.intent(Kind.MICRO_BATCH, text))
 
+    @override
     def end_micro_batch(self, request_ended: bool) -> None:
-        """Note that a micro-batch is done, and whether its request has ended with it."""
+        self._progress.count_micro_batch(request_ended)
 
+    @override
     def end_request(self) -> None:
-        """Note that the request is over, or discarded."""
+        self._progress.request.closed = True
 
+    @override
     def skip_micro_batch(self, reason: str, request_ended: bool) -> None:
-        """Leave a micro-batch out (collective)."""
+        if self._progress.request.ended(self._progress.window):
+            self.begin_request(None, 1 if request_ended else None, None)
+        request = self._progress.request
+        text = f"leaves micro-batch {request.done + 1} of {request} out: {reason}"
+        self._agree(self._progress.intent(Kind.SKIP, text))
+        self._progress.count_micro_batch(request_ended)
 
-    def before_reduction(self, flush: Flush, following: int | None) -> None:
-        """Agree on the gradients that are reduced next (collective where the order is new).
-
-        Args:
-            flush: the parameters, by DeepSpeed's numbers.
-            following: the parameter whose gradient comes after them, if known.
-        """
-
-    def end_reduction(self) -> None:
-        """Note that a backward, or at stage 1 a request, has reduced all gradients."""
-
+    @override
     def before_step(self, can_wait: bool) -> None:
-        """Agree to step (collective, unless it was announced); ``can_wait``: the step's first collective is watched."""
+        self.check()
+        request, micro_batches = self._progress.request, self._progress.window.micro_batches
+        as_announced = request.window_end is True and request.done == request.micro_batches
+        if not (as_announced and can_wait) and self._step_agreed != micro_batches:
+            self._compare(self._progress.steps(Kind.STEP))
+        self._comparison.finish()
+        self._step_agreed = micro_batches
+        self._reducing, self._waiting_for = False, lambda: self._progress.steps(Kind.APPLY)
 
+    @override
     def before_finite_check(self) -> None:
-        """Agree to check a request's gradient at its end (collective, unless that was announced)."""
+        request = self._progress.request
+        if request.done != request.micro_batches and self._step_agreed != self._progress.window.micro_batches:
+            self._agree(self._progress.ends_request(Kind.REQUEST_END))
+        self._reducing, self._waiting_for = False, lambda: self._progress.ends_request(Kind.FINITE_CHECK)
 
+    @override
     def before_checkpoint(self, action: str) -> None:
-        """Agree to save or load a checkpoint, as ``action`` says (collective)."""
+        text = f"{action} a checkpoint after {self._progress}"
+        self._agree(self._progress.intent(Kind.CHECKPOINT, text, action))
 
+    @override
     def end_of_data(self) -> None:
-        """Agree that there is no more data (collective)."""
+        self._agree(self._progress.intent(Kind.END_OF_DATA, f"has no more data after {self._progress}"))
+        self._progress.request.closed = True
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on. Returns if no rank can, for the same reason."""
+    # --- reduction --------------------------------------------------------------------------------------------------
 
+    @override
+    def before_reduction(self, flush: Flush, following: int | None) -> None:
+        self.check()
+        self._comparison.finish()
+        self._following = following
+        if not self._order.follows(flush):
+            self._agree(self._progress.reduces(Kind.ORDER, repr(flush)))
+        self._reducing = True
+
+    @override
+    def end_reduction(self) -> None:
+        self._comparison.finish()
+        self._reducing, self._following = False, None
+        if not self._order.ends():
+            request = self._progress.request
+            text = f"has reduced all gradients of micro-batch {request.done + 1} of {request}"
+            self._agree(self._progress.intent(Kind.ORDER, text, "end"))
+        self._order.adopt()
+
+    # --- waits ------------------------------------------------------------------------------------------------------
+
+    def wait(self, work: Work) -> None:
+        """Wait for a collective of the backward or step at hand.
+
+        Raises:
+            RankDisagreementError: on all ranks, if they wait for different things.
+        """
+        self._watch.wait(
+            work, lambda: self._report(self._progress.reduces() if self._reducing else self._waiting_for())
+        )
+
+    @override
     def wait_for_batch(self, work: torch.distributed.Work, device: torch.device) -> None:
-        """Wait for a training loop's own collective before a batch. To be called only where :attr:`active`."""
+        self._reducing, self._waiting_for = False, self._progress.comes_to_next_batch
+        if device.type == "cpu":
+            self.wait(work)
+        else:
+            work.wait()  # of the device's stream; with a timeout, NCCL aborts its communicator when that is over
+            self.wait_for_device(device)
 
+    @override
     def wait_for_device(self, device: torch.device) -> None:
-        """Wait for everything that is queued on the device, as a host read is about to do."""
+        if device.type != "cpu":
+            self.wait(QueuedWork())
 
+    # --- failure and end --------------------------------------------------------------------------------------------
+
+    @override
+    def fail(self, error: BaseException) -> None:
+        if self._watch.error is not None or self._channel.closed:
+            return
+        text = f"failed after {self._progress}: {type(error).__name__}: {error}"
+        self._comparison.fail(self._progress.intent(Kind.FAILURE, text, type(error).__name__))
+
+    @override
     def close(self) -> None:
-        """Leave the check: the engine is no longer used."""
+        text = f"has destroyed its engine after {self._progress}"
+        self._watch.leave(RankReport.of(self._progress.intent(Kind.DESTROYED, text)))
+        if self._watch.error is None:  # else a round may be under way, which the group's end would wait for
+            self._channel.close()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from requestzero.rank_check.rank_agreement import RankAgreement
+from requestzero.rank_check.agreement import RankAgreement
 
 
 class WatchedCommunication:

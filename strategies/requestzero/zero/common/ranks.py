@@ -9,11 +9,11 @@ import torch
 import torch.distributed
 from deepspeed import comm as dist
 
-from requestzero.rank_check.agreement import Agreement
+from requestzero.rank_check.agreement import RankAgreement
 from requestzero.rank_check.channel import Channel
 from requestzero.rank_check.communication import WatchedCommunication
+from requestzero.rank_check.interface import Agreement
 from requestzero.rank_check.mailbox import Mailbox
-from requestzero.rank_check.rank_agreement import RankAgreement
 from requestzero.rank_check.watch import Watch
 from requestzero.zero.common.window import UpdateWindow
 

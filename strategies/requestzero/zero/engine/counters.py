@@ -7,7 +7,7 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from requestzero.config.engine_options import EngineOptions
-from requestzero.rank_check.agreement import Agreement
+from requestzero.rank_check.interface import Agreement
 from requestzero.zero.common.window import UpdateWindow
 from requestzero.zero.engine.deprecated_calls import ReadoutFloat, ReadoutInt
 from requestzero.zero.overflow import policy
