@@ -51,7 +51,7 @@ class Accelerator(StockAccelerator):
 
     deepspeed_engine_wrapped: Any
     _logs_metrics = False
-    """Whether :meth:`log` adds the metrics of the engine that was prepared."""
+    """True if :meth:`log` adds the metrics of the engine that was prepared."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_construction(args, kwargs)

@@ -28,6 +28,7 @@ class BatchSizes:
 
     @property
     def total(self) -> int:
+        """Sequences per update, over all ranks."""
         return self.micro * self.steps * self.ranks
 
 

@@ -1,4 +1,7 @@
-"""Passes over loaders that Accelerate has prepared, told to the other ranks if the model is trained in them."""
+"""Passes over loaders that Accelerate has prepared, told to the other ranks if the model is trained in them.
+
+Written for Accelerate 1.15.
+"""
 
 from __future__ import annotations
 

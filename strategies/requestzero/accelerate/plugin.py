@@ -45,6 +45,12 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
     update, the one that the same loop makes without DeepSpeed. :meth:`requests` is for requests of several
     micro-batches and windows of any number of requests.
 
+    By default the step divides by the number of the window's micro-batches (``normalization="mean"``), as in other
+    front ends and unlike ``engine.step()``, which divides by nothing unless asked.
+
+    The first plugin that is built patches the constructor of ``accelerate.Accelerator``, unless the program has
+    imported :class:`requestzero.accelerate.Accelerator`, to use that in its place.
+
     Settings come from the arguments, from ``options``, from a DeepSpeed config and from ``accelerate launch`` with its
     config file. All are merged; what two places say differently is an error. ``"auto"`` leaves a value to the other
     places, or to what is known when ``prepare`` is called.
@@ -61,7 +67,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         retain_gpu_grad_partition_until_step: See :class:`~requestzero.config.settings.RequestZeROSettings`, as for the
             following ones.
         grad_accum_dtype: dtype of the window's running sum.
-        normalization: What the window's sum is divided by: ``"mean"``, ``"sum"`` or ``"token"``.
+        normalization: What the window's sum is divided by: ``"mean"`` (the default), ``"sum"`` or ``"token"``.
         overflow: :class:`~requestzero.config.settings.OverflowSettings` or a mapping of its fields.
         log_metrics: Whether ``accelerator.log`` adds :meth:`metrics`.
         rank_agreement: Whether the ranks agree on every request.
@@ -92,6 +98,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
 
     @override
     def __post_init__(self) -> None:
+        """Merge all places of the configuration first, so that Accelerate's version reads one that they agree on."""
         require_supported_deepspeed()
         _require_transformers()
         plan = make_plan({item.name: getattr(self, item.name) for item in fields(self)}, os.environ)

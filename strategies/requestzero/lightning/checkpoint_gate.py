@@ -1,4 +1,7 @@
-"""Periodic checkpoints that fall inside an update window wait for its end."""
+"""Periodic checkpoints that fall inside an update window wait for its end.
+
+Written for Lightning 2.6.6.
+"""
 
 from __future__ import annotations
 

@@ -31,10 +31,12 @@ class WindowOwner(Protocol):
     lr_scheduler_configs: list[LRSchedulerConfig]
 
     @property
-    def engine(self) -> RequestZeROEngine | None: ...
+    def engine(self) -> RequestZeROEngine | None:
+        """The request-safe engine, ``None`` outside of fits."""
 
     @property
-    def lightning_module(self) -> pl.LightningModule | None: ...
+    def lightning_module(self) -> pl.LightningModule | None:
+        """The module that trains, ``None`` before the Trainer runs."""
 
 
 class HasWindowDriver(Protocol):

@@ -42,6 +42,7 @@ class RequestZeROTrainingArguments(TrainingArguments):
 
     @override
     def __post_init__(self) -> None:
+        """Also read YAML and what ``accelerate launch`` passes on, and choose the CPU where there is nothing else."""
         if self.deepspeed is None:
             self.deepspeed = _launched_config()
         elif not _is_json(self.deepspeed):
