@@ -1,7 +1,7 @@
 """The record of an option, from which every front end, every check of its value and the reference table derive.
 
-A settings class declares its options with :func:`option`; :func:`options_of` reads them back. What an option means
-stands in the docstring under its field, see :mod:`requestzero.config.reference_table`.
+A settings class declares its options with :func:`option`, each with a docstring under its field that says what it means
+(:func:`~requestzero.config.reference_table.meanings_of` reads it); :func:`options_of` returns the records.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def option(
     stored: Mapping[Any, Any] | None = None,
     front_ends: Collection[FrontEnd] = INTEGRATIONS,
 ) -> Any:
-    """Return a dataclass field that declares an option, and put what it means into a docstring under the field.
+    """Return a dataclass field that declares an option; its meaning stands in the docstring under the field.
 
     Args:
         default: the option's default.

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from requestzero.config.nested import section_of
+from requestzero.config.nested import look_up, section_of
 from requestzero.config.own_keys import own_names
 from requestzero.config.precision import precision_of
+from requestzero.config.translation import AUTO
 
-_AUTO = "auto"
 _DECIDING = (
-    ("zero_optimization", "stage"),
-    ("zero_optimization", "offload_optimizer", "device"),
-    ("bf16", "enabled"),
-    ("fp16", "enabled"),
-    ("data_types", "grad_accum_dtype"),
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device",
+    "bf16.enabled",
+    "fp16.enabled",
+    "data_types.grad_accum_dtype",
 )
 
 
@@ -148,7 +148,7 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
     _refuse_auto(config)
     own = own_names("zero_optimization")
     given = section_of(config, "zero_optimization").items()
-    section = {key: value for key, value in given if value != _AUTO and key not in own}
+    section = {key: value for key, value in given if value != AUTO and key not in own}
     try:
         zero = DeepSpeedZeroConfig(**section)
     except ValidationError as error:
@@ -172,11 +172,6 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
 
 
 def _refuse_auto(config: Mapping[str, Any]) -> None:
-    for path in _DECIDING:
-        value: Any = config
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value == _AUTO:
-            raise ValueError(
-                f"{'.'.join(path)} is 'auto', which a trainer fills in: give a file that says what it becomes."
-            )
+    for key in _DECIDING:
+        if look_up(config, key) == AUTO:
+            raise ValueError(f"{key} is 'auto', which a trainer fills in: give a file that says what it becomes.")
