@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from accelerate.utils import DummyOptim, InitProcessGroupKwargs
 
 from requestzero.accelerate.request_safe_plugin import RequestSafePlugin, any_request_safe
-from requestzero.config.merge import places_of
 from requestzero.config.nested import look_up
 from requestzero.config.supported import check_supported
 
@@ -74,7 +73,7 @@ def check_steps(plugin: RequestSafePlugin, steps: int) -> int:
     if said is None:
         return steps
     if steps not in (1, said):
-        place = places_of(plugin.plan.sources, "gradient_accumulation_steps")
+        place = plugin.plan.places_of("gradient_accumulation_steps")
         raise ValueError(
             f"gradient_accumulation_steps is {said} in {place} and {steps} in the Accelerator: set it in one place, to "
             "the same value, or to 'auto'."

@@ -48,6 +48,11 @@ class Plan:
     clipping: float | None
     """``gradient_clipping`` where a place says it."""
 
+    def places_of(self, key: str) -> str:
+        """Return the places that say a value of ``key``, for messages."""
+        places = [source.place for source in self.sources if look_up(source.config, key) not in (None, AUTO)]
+        return " and ".join(places) or "the plugin's DeepSpeed config"
+
 
 def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
     """Merge the plugin's arguments, its ``options``, its DeepSpeed config and what ``accelerate launch`` passes on.

@@ -21,7 +21,6 @@ from requestzero.accelerate.options import OWN_OPTIONS
 from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
 from requestzero.accelerate.request_safe_plugin import RequestSafePlugin
-from requestzero.config.merge import places_of
 from requestzero.config.nested import look_up, update
 from requestzero.config.overflow import merged_overflow, overflow_to_config
 from requestzero.config.precision import precision_of
@@ -192,7 +191,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
             enabled = look_up(self.deepspeed_config, f"{name}.enabled")
             if said and enabled not in (None, AUTO, section["enabled"]):
                 raise ValueError(
-                    f"{name}.enabled is {enabled!r} in {places_of(self.plan.sources, f'{name}.enabled')}, but the "
+                    f"{name}.enabled is {enabled!r} in {self.plan.places_of(f'{name}.enabled')}, but the "
                     f"Accelerator has mixed_precision={mixed_precision!r}: set the precision in one place, or to the "
                     "same value."
                 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from requestzero.config.nested import Config, look_up
+from requestzero.config.nested import Config
 from requestzero.config.translation import AUTO, KEYS_WITH_AUTO
 
 
@@ -68,9 +68,3 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> Config:
         else:
             result[name] = copy.deepcopy(value)
     return result
-
-
-def places_of(sources: Sequence[Source], key: str) -> str:
-    """Return the places that say a value of ``key``, for messages."""
-    places = [source.place for source in sources if look_up(source.config, key) not in (None, AUTO)]
-    return " and ".join(places) or "the plugin's DeepSpeed config"
