@@ -1,0 +1,104 @@
+"""The loop over an epoch's batches, which goes by update windows here.
+
+Written for Lightning 2.6.6.
+"""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from requestzero.lightning.window_driver import driver_of
+
+
+class WindowEpochLoop(_TrainingEpochLoop):
+    """Goes by update windows where Lightning's version goes by ``accumulate_grad_batches`` batches."""
+
+    validation_due = False
+
+    @override
+    def run(self, data_fetcher: _DataFetcher) -> None:
+        """Also leave no window open behind the epoch, and tell the other ranks of its end or of an exception in it."""
+        try:
+            super().run(data_fetcher)
+        except Exception as error:  # not an interrupt or a signal, which Lightning handles
+            driver_of(self.trainer).fail(error)
+            raise
+        driver_of(self.trainer).end_epoch()
+
+    @override
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Broadcast in a wait that ends where the ranks are in different collectives.
+
+        Lightning's version, which comes before every batch, waits without end and swallows errors; it runs where there
+        has been a signal.
+        """
+        engine = driver_of(self.trainer).engine
+        if engine is None or not engine.agreement.active:
+            super()._broadcast_sigterm_tensor()
+            return
+        device = self.trainer.strategy.root_device
+        received = torch.tensor([int(getattr(self.trainer, "received_sigterm", False))], device=device)
+        engine.agreement.wait_for_batch(torch.distributed.broadcast(received, src=0, async_op=True), device)
+        if received.item():
+            super()._broadcast_sigterm_tensor()
+
+    @override
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Also forget a validation that an earlier epoch has left undone, and warn of a loader that cannot resume."""
+        super().on_run_start(data_fetcher)
+        self.validation_due = False
+        loaders = data_fetcher.combined_loader.flattened
+        if data_fetcher.length is None and any(isinstance(loader, _Stateful) for loader in loaders):
+            rank_zero_warn(
+                "The training loader has state_dict() but no length. Lightning fetches one batch ahead of "
+                "such a loader, so a resumed run would leave one batch out: give the loader a __len__."
+            )
+
+    @override
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        """Also discard a window that will get no step, before validation and its checkpoints.
+
+        Validation waits for an open window's end, so the one at the epoch's end would be lost with it.
+        """
+        if self.trainer.should_stop and self.trainer.fit_loop._can_stop_early:
+            driver_of(self.trainer).discard_window("training stops before the window's end")
+        elif self._num_ready_batches_reached():
+            driver_of(self.trainer).end_data()
+            driver_of(self.trainer).discard_window("the epoch ends inside it")
+        super().on_advance_end(data_fetcher)
+
+    @override
+    def _accumulated_batches_reached(self) -> bool:
+        """Lightning's version compares counts of batches."""
+        return driver_of(self.trainer).is_complete
+
+    @override
+    def _should_accumulate(self) -> bool:
+        """Lightning's version steps at an epoch's last batch in any case; here the settings decide."""
+        if driver_of(self.trainer).steps_incomplete_windows:
+            return super()._should_accumulate()
+        return not self._accumulated_batches_reached()
+
+    @override
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Leave ``interval="step"`` schedulers where they are after a step that DeepSpeed skipped."""
+        if interval == "step" and driver_of(self.trainer).holds_schedulers:
+            return
+        super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    @override
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        """Let a validation that is due inside a window wait for its end."""
+        due = super()._should_check_val_fx(data_fetcher)
+        if self.restarting:
+            return due
+        self.validation_due = self.validation_due or due
+        if driver_of(self.trainer).is_open:
+            return False
+        due, self.validation_due = self.validation_due, False
+        return due
