@@ -54,7 +54,7 @@ def _is_open(path: Path) -> bool:
 
 
 def _environment() -> str:
-    """What a compiled operator depends on."""
+    """Return the versions and the place that a compiled operator depends on, as text."""
     packages = [f"{name} {version(name)}" for name in ("deepspeed", "torch")]
     return "\n".join([sys.prefix, sys.version, *packages])
 
