@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from requestzero.config.option import FrontEnd, names_in
+from requestzero.config.option_record import FrontEnd, names_in
+from requestzero.config.options import RequestZeROSettings
 from requestzero.config.precision import PRECISIONS
-from requestzero.config.settings import RequestZeROSettings
 from requestzero.recipes.config_check import zero_settings
 
 if TYPE_CHECKING:

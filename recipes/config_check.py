@@ -1,7 +1,7 @@
 """Check a composed configuration before anything is started, and tell all of its problems at once.
 
 Every problem names the full key, what was given and what is allowed. The limits of single values stand in the
-schema and in :mod:`requestzero.config.settings`.
+schema and in :mod:`requestzero.config.options`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from requestzero.config.option import options_of
+from requestzero.config.option_record import options_of
+from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.precision import PRECISIONS
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.recipes.config_schema import RecipeConfig
 from requestzero.recipes.devices import choose_devices, count_gpus
 

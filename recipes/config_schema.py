@@ -1,6 +1,6 @@
 """The typed schema of the recipes' configuration: every key with its type, default, meaning and limits.
 
-The keys of ``zero`` and ``overflow`` follow from :mod:`requestzero.config.settings`, which owns them. The YAML files in
+The keys of ``zero`` and ``overflow`` follow from :mod:`requestzero.config.options`, which owns them. The YAML files in
 ``requestzero.configs`` are small deltas on this schema.
 """
 
@@ -10,9 +10,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from requestzero.config.option import FrontEnd, option, options_of
+from requestzero.config.option_record import FrontEnd, option, options_of
+from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.precision import PRECISIONS
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.validation import Choice, Number, Rule
 from requestzero.planning.budget import LAYOUTS
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.precision import PRECISIONS
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.translation import from_config
 
 RESOLVER = "launched"

@@ -18,7 +18,7 @@ class LanguageModeling(LightningModule):
     Args:
         model: called as Hugging Face's causal LMs are.
         optimizer: the section ``optimizer``.
-        normalization: of the update window, see :mod:`requestzero.config.settings`.
+        normalization: of the update window, see :mod:`requestzero.config.options`.
     """
 
     def __init__(self, model: nn.Module, optimizer: OptimizerConfig, normalization: str) -> None:

@@ -24,7 +24,7 @@ from requestzero._version import __version__
 
 if TYPE_CHECKING:
     from requestzero.accelerate.plugin import RequestZeROPlugin
-    from requestzero.config.settings import OverflowSettings
+    from requestzero.config.options import OverflowSettings
     from requestzero.data.micro_batch import MicroBatch
     from requestzero.data.planned_loader import PlannedLoader
     from requestzero.data.request_loader import RequestLoader
@@ -37,7 +37,7 @@ _LAZY = {
     "initialize": "requestzero.zero.initialization",
     "GradientOverflowError": "requestzero.errors",
     "MicroBatch": "requestzero.data.micro_batch",
-    "OverflowSettings": "requestzero.config.settings",
+    "OverflowSettings": "requestzero.config.options",
     "PlannedLoader": "requestzero.data.planned_loader",
     "RankDisagreement": "requestzero.errors",
     "RankDisagreementError": "requestzero.errors",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from requestzero.config.engine_options import EngineOptions, take_engine_options
-from requestzero.config.settings import OverflowSettings
+from requestzero.config.options import OverflowSettings
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 8}}

@@ -18,10 +18,10 @@ import requestzero
 from requestzero.config.engine_options import EngineOptions
 from requestzero.config.keys import SECTION_KEYS, TOP_LEVEL_KEYS
 from requestzero.config.nested import look_up, put
-from requestzero.config.option import OWN_SECTIONS, FrontEnd, Option, option, options_of
+from requestzero.config.option_record import OWN_SECTIONS, FrontEnd, Option, option, options_of
+from requestzero.config.options import OWNERS, OverflowSettings, RequestZeROSettings
 from requestzero.config.own_keys import check_own_keys, pop_own_keys
 from requestzero.config.reference_table import meanings_of, options_table
-from requestzero.config.settings import OWNERS, OverflowSettings, RequestZeROSettings
 from requestzero.config.translation import from_config, to_config
 from requestzero.config.validation import Choice, WholeNumber
 
@@ -158,7 +158,7 @@ print(json.dumps({
 def test_an_option_that_is_added_in_one_place_is_everywhere(tmp_path: Path) -> None:
     package = tmp_path / "requestzero"
     shutil.copytree(Path(requestzero.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    settings = package / "config" / "settings.py"
+    settings = package / "config" / "options.py"
     source = settings.read_text()
     assert source.count(BEFORE) == 1
     settings.write_text(source.replace(BEFORE, MADE_UP + BEFORE))

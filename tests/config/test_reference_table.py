@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.reference_table import BEGIN, END, main, meanings_of, options_table, with_options_table
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from support.paths import README
 
 

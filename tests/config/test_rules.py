@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from requestzero.config.option import options_of
-from requestzero.config.settings import OverflowSettings
+from requestzero.config.option_record import options_of
+from requestzero.config.options import OverflowSettings
 
 contradictions = OverflowSettings.contradictions
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.translation import to_config
 
 STAGES = r"use one of 1, 2\."

@@ -13,8 +13,8 @@ from requestzero.accelerate.options import OWN_OPTIONS, option_source
 from requestzero.accelerate.plan import make_plan
 from requestzero.config.keys import check_top_level_keys
 from requestzero.config.nested import put
-from requestzero.config.option import FrontEnd, Option, options_of
-from requestzero.config.settings import OWNERS, OverflowSettings, RequestZeROSettings
+from requestzero.config.option_record import FrontEnd, Option, options_of
+from requestzero.config.options import OWNERS, OverflowSettings, RequestZeROSettings
 from requestzero.config.validation import Choice
 from requestzero.config.values import check_zero_section
 from requestzero.recipes.config_schema import OverflowConfig, ZeroConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from requestzero.config.settings import OverflowSettings
+from requestzero.config.options import OverflowSettings
 from support.overflow_front_ends import FRONT_ENDS, Effective, refusal, through
 from support.ranks import RankGroup
 from support.setup import Setup

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from omegaconf import OmegaConf
 
 from requestzero import OverflowSettings
-from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.options import RequestZeROSettings
 from requestzero.lightning import RequestZeRO
 from requestzero.lightning.options import DEFAULTS, LOSS_SCALE_OPTIONS, NOT_APPLICABLE, OWN_OPTIONS
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from requestzero import MicroBatch
-from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.options import RequestZeROSettings
 from requestzero.lightning.window_driver import WindowDriver, driver_of
 
 

@@ -69,7 +69,7 @@ def import_effects(module: str, before: str = "") -> dict[str, Any]:
     [
         "requestzero",
         "requestzero.environment.versions",
-        "requestzero.config.settings",
+        "requestzero.config.options",
         "requestzero.data.micro_batch",
         "requestzero.doctor",
     ],

@@ -11,7 +11,7 @@ import pytest
 from requestzero import RequestZeRO, RequestZeROPlugin
 from requestzero.accelerate.plan import make_plan
 from requestzero.config.engine_options import take_engine_options
-from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.options import RequestZeROSettings
 from support.engines import build
 from support.ranks import RankGroup
 from support.setup import Setup

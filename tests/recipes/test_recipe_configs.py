@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.recipes import build
 from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
 from requestzero.recipes.config_check import config_problems, zero_settings

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 import requestzero
 from requestzero.config.files import load_config
 from requestzero.config.merge import Source, merge
+from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.overflow import overflow_to_config
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.translation import to_config
 from requestzero.zero.patch import patched
 from support.engines import build

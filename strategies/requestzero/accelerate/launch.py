@@ -13,7 +13,7 @@ from typing import Any
 from requestzero.config.files import load_config
 from requestzero.config.merge import Source
 from requestzero.config.nested import Config, put
-from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.options import RequestZeROSettings
 from requestzero.config.translation import AUTO
 
 NONE = "none"

@@ -13,8 +13,8 @@ from requestzero.accelerate.launch import NONE
 from requestzero.config.files import load_config
 from requestzero.config.merge import Source, merge, overlay
 from requestzero.config.nested import Config, put
-from requestzero.config.option import FrontEnd, names_in, options_of
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.option_record import FrontEnd, names_in, options_of
+from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.suggestion import did_you_mean
 from requestzero.config.translation import to_config
 
@@ -63,7 +63,7 @@ def argument_source(arguments: Mapping[str, Any]) -> Source:
 
 
 def option_source(options: Config) -> Source:
-    """Return the DeepSpeed keys of ``options``, which are by the names of :mod:`requestzero.config.settings`.
+    """Return the DeepSpeed keys of ``options``, which are by the names of :mod:`requestzero.config.options`.
 
     Raises:
         ValueError: an unknown option, or a value that is not allowed.

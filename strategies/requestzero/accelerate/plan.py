@@ -19,8 +19,8 @@ from requestzero.config.files import load_config
 from requestzero.config.keys import check_top_level_keys
 from requestzero.config.merge import Source, merge
 from requestzero.config.nested import Config, look_up, put
+from requestzero.config.options import RequestZeROSettings
 from requestzero.config.overflow import merged_overflow
-from requestzero.config.settings import RequestZeROSettings
 from requestzero.config.supported import check_supported, wants_offload
 from requestzero.config.translation import AUTO, from_config
 from requestzero.config.validation import Count, check

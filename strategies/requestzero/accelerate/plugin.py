@@ -22,9 +22,9 @@ from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
 from requestzero.accelerate.request_safe_plugin import RequestSafePlugin
 from requestzero.config.nested import look_up, update
+from requestzero.config.options import OverflowSettings
 from requestzero.config.overflow import merged_overflow, overflow_to_config
 from requestzero.config.precision import precision_of
-from requestzero.config.settings import OverflowSettings
 from requestzero.config.translation import AUTO
 from requestzero.environment.versions import require_supported_deepspeed
 
@@ -63,16 +63,16 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         zero_stage: 1 or 2 (the default).
         is_train_batch_min: As in ``DeepSpeedPlugin``.
         offload_optimizer_device: ``"none"`` or ``"cpu"``.
-        retain_gpu_grad_partition_until_step: See :class:`~requestzero.config.settings.RequestZeROSettings`, as for the
+        retain_gpu_grad_partition_until_step: See :class:`~requestzero.config.options.RequestZeROSettings`, as for the
             following ones.
         grad_accum_dtype: dtype of the window's running sum.
         normalization: What the window's sum is divided by: ``"mean"`` (the default), ``"sum"`` or ``"token"``.
-        overflow: :class:`~requestzero.config.settings.OverflowSettings` or a mapping of its fields.
+        overflow: :class:`~requestzero.config.options.OverflowSettings` or a mapping of its fields.
         log_metrics: Whether ``accelerator.log`` adds :meth:`metrics`.
         rank_agreement: Whether the ranks agree on every request.
         rank_dependent_parameters: Whether parameters may take part on some ranks only.
         options: A YAML or JSON file, a dict or an OmegaConf object with options by their names in
-            :class:`~requestzero.config.settings.RequestZeROSettings`.
+            :class:`~requestzero.config.options.RequestZeROSettings`.
 
     The other arguments of ``DeepSpeedPlugin`` belong to stage 3 or MS-AMP and are refused.
 

@@ -10,7 +10,7 @@ from typing import Any
 from requestzero.accelerate.plan import Plan
 from requestzero.config.engine_options import EngineOptions, take_engine_options
 from requestzero.config.nested import Config
-from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.options import RequestZeROSettings
 
 
 class RequestSafePlugin:

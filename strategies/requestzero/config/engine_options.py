@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from requestzero.config.nested import Config, look_up
+from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.overflow import merged_overflow
 from requestzero.config.own_keys import check_own_keys, pop_own_keys
 from requestzero.config.precision import precision_of
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.translation import from_config
 
 
@@ -16,7 +16,7 @@ from requestzero.config.translation import from_config
 class EngineOptions:
     """Options of :class:`~requestzero.zero.engine.RequestZeROEngine` that DeepSpeed's config classes do not know.
 
-    Those of :class:`~requestzero.config.settings.RequestZeROSettings` by the same names.
+    Those of :class:`~requestzero.config.options.RequestZeROSettings` by the same names.
     """
 
     retain_gpu_grad_partition_until_step: bool | str = RequestZeROSettings.retain_gpu_grad_partition_until_step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from requestzero.config.nested import Config
-from requestzero.config.option import OWN_SECTIONS
+from requestzero.config.option_record import OWN_SECTIONS
 from requestzero.config.own_keys import check_own_keys
 from requestzero.config.suggestion import did_you_mean
 from requestzero.config.validation import as_mapping

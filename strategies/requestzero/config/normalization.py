@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from requestzero.config.option import options_of
-from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.option_record import options_of
+from requestzero.config.options import RequestZeROSettings
 
 
 def check_normalization(normalization: Any, divisor: Any, accumulation_steps: int) -> None:
     """Raise ValueError for a normalization that is not allowed, or that is not all that divides.
 
     Args:
-        normalization: see :class:`~requestzero.config.settings.RequestZeROSettings`; ``None``: not asked for.
+        normalization: see :class:`~requestzero.config.options.RequestZeROSettings`; ``None``: not asked for.
         divisor: the one that was given beside it, or ``None``.
         accumulation_steps: ``gradient_accumulation_steps`` of the engine, by which DeepSpeed divides every loss.
     """

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from requestzero.config.nested import Config, look_up
+from requestzero.config.options import OverflowSettings
 from requestzero.config.precision import counts
-from requestzero.config.settings import OverflowSettings
 from requestzero.config.translation import from_config, to_config
 
 

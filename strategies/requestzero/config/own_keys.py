@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from requestzero.config.nested import Config, look_up, pop, put, section_of
-from requestzero.config.option import OWN_SECTIONS, Option, options_of
-from requestzero.config.settings import OWNERS, OverflowSettings
+from requestzero.config.option_record import OWN_SECTIONS, Option, options_of
+from requestzero.config.options import OWNERS, OverflowSettings
 from requestzero.config.suggestion import did_you_mean
 from requestzero.config.validation import as_mapping
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from textwrap import dedent
 
-from requestzero.config.option import FrontEnd, Option, options_of
-from requestzero.config.settings import OWNERS
+from requestzero.config.option_record import FrontEnd, Option, options_of
+from requestzero.config.options import OWNERS
 
 BEGIN = "<!-- options: begin (python -m requestzero.config.reference_table README.md) -->"
 END = "<!-- options: end -->"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from requestzero.config.option import Option
+from requestzero.config.option_record import Option
 
 # DeepSpeed's defaults, against which a value that is given alone is held.
 _INITIAL_SCALE_POWER, _HYSTERESIS, _MIN_LOSS_SCALE = 16, 2, 1
@@ -16,7 +16,7 @@ def contradictions(options: Mapping[str, Option], given: Mapping[str, Any], prec
     """Return what cannot be meant together; each text names the options that disagree and says what to do.
 
     Args:
-        options: of :class:`~requestzero.config.settings.OverflowSettings`, by name.
+        options: of :class:`~requestzero.config.options.OverflowSettings`, by name.
         given: values by name, each an allowed one; ``None`` is not given.
         precision: the model's dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``None`` where it is not known yet, which
             finds only what no precision could make right.

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from requestzero.config.nested import Config, look_up, put
-from requestzero.config.option import options_of
+from requestzero.config.option_record import options_of
+from requestzero.config.options import OWNERS
 from requestzero.config.precision import counts
-from requestzero.config.settings import OWNERS
 
 AUTO = "auto"
 """The value by which a config leaves a key to others, unless it is one of the key's own values."""

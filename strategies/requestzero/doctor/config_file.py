@@ -11,7 +11,7 @@ from requestzero.config.engine_options import take_engine_options
 from requestzero.config.files import load_config
 from requestzero.config.keys import check_top_level_keys
 from requestzero.config.nested import Config
-from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.options import RequestZeROSettings
 from requestzero.config.supported import check_supported
 from requestzero.config.values import check_values, check_zero_section
 

@@ -1,5 +1,5 @@
-"""Former name of :mod:`requestzero.config.settings`."""
+"""Former name of :mod:`requestzero.config.options`."""
 
 from requestzero.former_names import moved
 
-moved(__name__, "requestzero.config.settings")
+moved(__name__, "requestzero.config.options")

@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from requestzero.config.merge import Source, merge, overlay
 from requestzero.config.nested import Config
+from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.overflow import merged_overflow, overflow_to_config
 from requestzero.config.precision import PRECISIONS
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
 from requestzero.config.supported import check_supported, wants_offload
 from requestzero.config.translation import from_config, to_config
 from requestzero.config.values import check_values, check_zero_section

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from requestzero.config.nested import Config
-from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.options import RequestZeROSettings
 from requestzero.lightning import checks
 from requestzero.lightning.config import check_retained, with_clipping, with_precision
 from requestzero.lightning.deepspeed_device import use_deepspeed_device

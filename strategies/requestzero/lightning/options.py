@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from requestzero.config.merge import Source, merge
 from requestzero.config.nested import Config, put
-from requestzero.config.option import FrontEnd, names_in, options_of
-from requestzero.config.settings import OverflowSettings, RequestZeROSettings
+from requestzero.config.option_record import FrontEnd, names_in, options_of
+from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.suggestion import did_you_mean
 from requestzero.config.translation import AUTO
 from requestzero.config.validation import Boolean, Count, Rule, check

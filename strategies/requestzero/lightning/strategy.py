@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from requestzero.config.settings import OverflowSettings
+from requestzero.config.options import OverflowSettings
 from requestzero.data.boundaries import WindowMarks
 from requestzero.environment.versions import require_supported_deepspeed
 from requestzero.lightning import checks
@@ -54,7 +54,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
     left open: see :mod:`requestzero.lightning`.
 
     Args:
-        stage: See :class:`~requestzero.config.settings.RequestZeROSettings` for this and the options up to
+        stage: See :class:`~requestzero.config.options.RequestZeROSettings` for this and the options up to
             ``overflow``.
         offload_optimizer: Master weights and optimizer step on the CPU.
         retain_gpu_grad_partition_until_step: True trades device memory between requests for copies, ``"auto"`` while
@@ -62,7 +62,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
         grad_accum_dtype: dtype of the window's running sum.
         normalization: What the window's sum is divided by. With ``"token"`` the loss is a sum, and the loader's
             ``MicroBatch(weight=...)`` or :meth:`add_weight` says of how many tokens.
-        overflow: :class:`~requestzero.config.settings.OverflowSettings` or a mapping of its fields.
+        overflow: :class:`~requestzero.config.options.OverflowSettings` or a mapping of its fields.
         config: Further DeepSpeed keys: a mapping (a dict, an OmegaConf object), or the path of a JSON or YAML file.
             Merged with the arguments; only an argument that is not given gives way to it. (Where all arguments are
             given, as LightningCLI does, one that has its default's value counts as not given.)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-from requestzero.config.settings import RequestZeROSettings
+from requestzero.config.options import RequestZeROSettings
 from requestzero.config.validation import check_weight
 from requestzero.data.boundaries import WindowMarks, unwrap
 from requestzero.data.micro_batch import MicroBatch

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from requestzero.config import rules
-from requestzero.config.option import FrontEnd, check_options, option, options_of
+from requestzero.config.option_record import FrontEnd, check_options, option, options_of
 from requestzero.config.validation import Boolean, Choice, Number, WholeNumber, as_mapping
 
 
