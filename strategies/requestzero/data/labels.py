@@ -26,8 +26,8 @@ def mask_labels(inputs: Any) -> Any:
     """
     if not isinstance(inputs, Mapping) or "labels" not in inputs:
         raise TypeError(
-            f"A rank has no item of a request, and of what collate returned, a {type(inputs).__name__} "
-            "without 'labels', no micro-batch with zero loss can be made. Give RequestLoader(filler=...): a "
+            "A rank without an item of a request needs inputs with a loss of exactly zero, and collate returned a "
+            f"{type(inputs).__name__} without 'labels', which cannot be masked. Give RequestLoader(filler=...): a "
             "function that turns what collate returns into inputs whose loss is exactly zero."
         )
     labels = inputs["labels"]

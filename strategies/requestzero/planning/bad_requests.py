@@ -64,7 +64,7 @@ def usable(
     """
     if len(lengths) == 0 and policy.on_empty_request == "error":
         raise ValueError(
-            f"Request {name!r} is empty: it has no text. Leave it out, or use on_empty_request='skip' to pass it over."
+            f"Request {name!r} is empty: it has no text. Leave it out, or use on_empty_request='skip' to skip it."
         )
     request = UsableRequest()
     for position, length in enumerate(lengths):
@@ -73,7 +73,7 @@ def usable(
         if policy.on_untrainable_request == "error":
             raise ValueError(
                 f"Request {name!r} has no token to train on: leave it out, or use on_untrainable_request='skip' to "
-                "pass it over."
+                "skip it."
             )
         return UsableRequest(skipped_texts=request.skipped_texts)
     return request
@@ -86,7 +86,7 @@ def _add_text(
         if policy.on_empty_request == "error":
             raise ValueError(
                 f"Text {position} of request {name!r} has {length} tokens: leave it out, or use "
-                "on_empty_request='skip' to pass it over."
+                "on_empty_request='skip' to skip it."
             )
         request.skipped_texts += 1
         return
