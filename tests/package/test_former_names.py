@@ -54,3 +54,26 @@ def test_a_former_argument_is_the_current_one_and_warns() -> None:
     assert [item.filename for item in found] == [__file__]
     with pytest.raises(TypeError, match="requests_per_window is the former name of requests_per_update"):
         Requests(accelerator).micro_batches([], requests_per_update=2, requests_per_window=3)  # type: ignore[call-arg]
+
+
+def test_former_attributes_of_a_window_are_the_current_ones_and_warn() -> None:
+    from requestzero.zero.common.window import UpdateWindow
+
+    window = UpdateWindow()
+    window.weights.add(3)
+    with pytest.warns(DeprecationWarning, match=r"reported_weights is now called weights\.reported") as found:
+        assert window.reported_weights == 1
+    assert [item.filename for item in found] == [__file__]
+    with pytest.warns(DeprecationWarning, match=r"host_weight is now called weights\.on_host"):
+        assert window.host_weight == 3
+    with pytest.warns(DeprecationWarning, match=r"device_weight is now called weights\.on_device"):
+        assert window.device_weight is None
+
+
+def test_former_methods_of_the_overflow_settings_return_what_they_did_and_warn() -> None:
+    settings = requestzero.OverflowSettings(on_overflow="raise", hysteresis=3, loss_scale=0)
+    with pytest.warns(DeprecationWarning, match=r"own_options\(\) is deprecated: use given\(\)") as found:
+        assert settings.own_options() == {"on_overflow": "raise"}
+    assert [item.filename for item in found] == [__file__]
+    with pytest.warns(DeprecationWarning, match=r"loss_scale_options\(\) is deprecated"):
+        assert settings.loss_scale_options() == {"loss_scale": 0, "hysteresis": 3}

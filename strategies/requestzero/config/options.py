@@ -5,6 +5,7 @@ Only the standard library is imported, so that a configuration can be checked be
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -99,6 +100,19 @@ class OverflowSettings:
     def given(self) -> dict[str, Any]:
         """Return the options that were set, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+    def loss_scale_options(self) -> dict[str, Any]:
+        """Return the options of the fp16 loss scale that were set. Deprecated: use :meth:`given`."""
+        return self._given_at("loss_scale_options", "fp16.")
+
+    def own_options(self) -> dict[str, Any]:
+        """Return the options that were set and that DeepSpeed does not have. Deprecated: use :meth:`given`."""
+        return self._given_at("own_options", "overflow.")
+
+    def _given_at(self, former: str, section: str) -> dict[str, Any]:
+        warnings.warn(f"OverflowSettings.{former}() is deprecated: use given().", DeprecationWarning, stacklevel=3)
+        keys = {name: known.key for name, known in options_of(type(self)).items()}
+        return {name: value for name, value in self.given().items() if str(keys[name]).startswith(section)}
 
     def resolved(self, precision: str) -> OverflowSettings:
         """Return the settings with the defaults of ``check_grad_overflow`` and ``on_overflow`` for a precision."""

@@ -1,4 +1,4 @@
-"""Former names, kept for one release with a ``DeprecationWarning``: of modules, one file each, and of arguments.
+"""Former names of modules (a file each), arguments and attributes: kept for a release, with a ``DeprecationWarning``.
 
 ``requestzero.__path__`` includes this folder, so that ``import requestzero.collate`` finds ``collate.py`` here.
 """
@@ -10,7 +10,8 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from typing import ParamSpec, TypeVar
+from operator import attrgetter
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,3 +39,13 @@ def renamed_argument(former: str, current: str) -> Callable[[Callable[P, R]], Ca
         return accepting
 
     return decorate
+
+
+def renamed_attribute(former: str, current: str) -> property:
+    """Return a property that reads ``current`` (dots allowed) under the name ``former``, and warns."""
+
+    def read(self: Any) -> Any:
+        warnings.warn(f"{former} is now called {current}.", DeprecationWarning, stacklevel=2)
+        return attrgetter(current)(self)
+
+    return property(read)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from requestzero.data.micro_batch import RequestId
+from requestzero.former_names import renamed_attribute
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class UpdateWindow:
     """Requests whose end the overflow policy has seen."""
     dropped: list[DroppedRequest] = field(default_factory=list)
     """Requests that were left out, in order; the counts above are without them."""
+
+    reported_weights = renamed_attribute("reported_weights", "weights.reported")
+    host_weight = renamed_attribute("host_weight", "weights.on_host")
+    device_weight = renamed_attribute("device_weight", "weights.on_device")
 
     @property
     def is_open(self) -> bool:
