@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.engines import build, masters, module_weights
-from support.grid import every_sum
+from support.grid import every_place, every_sum
 from support.models import Few
 from support.overflow_configs import UNCHECKED_BF16
 from support.ranks import RankGroup
@@ -64,7 +64,10 @@ def test_different_divisors_are_an_error_on_all_ranks(two_ranks: RankGroup, stag
 
 
 def read_and_set_early(setup: Setup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inside an open request, a parameter that has not taken part yet: its gradient read as zero, then set."""
+    """Where a rank, or a group, has had no gradient in the window yet: one is read as zero, then set.
+
+    At stage 2 inside an open request, at stage 1 after its end, before which nothing is reduced.
+    """
     from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
     class Optional(Few):
@@ -75,7 +78,7 @@ def read_and_set_early(setup: Setup) -> tuple[torch.Tensor, torch.Tensor]:
     weight = engine.module.weights[1]
     for window in range(2):
         before = masters(engine)[1]
-        engine.set_gradient_accumulation_boundary(False)
+        engine.set_gradient_accumulation_boundary(setup.stage == 1)
         engine.backward(engine(2.0, window == 0))
         if window:
             read = safe_get_full_grad(weight).float().cpu().clone()
@@ -88,9 +91,14 @@ def read_and_set_early(setup: Setup) -> tuple[torch.Tensor, torch.Tensor]:
     return read, applied
 
 
+@every_place
 @every_sum
-def test_an_absent_parameter_inside_an_open_request(two_ranks: RankGroup, model: str, accum: str) -> None:
-    for read, applied in two_ranks.run(read_and_set_early, Setup(stage=2, offload=True, model=model, accum=accum)):
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_absent_parameter_before_its_owner_has_a_sum(
+    two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str, groups: int
+) -> None:
+    setup = Setup(stage=stage, offload=offload, model=model, accum=accum, groups=groups)
+    for read, applied in two_ranks.run(read_and_set_early, setup):
         assert torch.equal(read, torch.zeros(6))
         assert torch.equal(applied, torch.full((6,), 7.0)), "3 was set, 4 was added"
 

@@ -105,7 +105,8 @@ class DeviceAccumulator(Accumulator):
     @property
     @override
     def step_gradient(self) -> Any:
-        return None if self._partition is None else GradientFragments(self)
+        # Even where this rank has had no gradient of the group: reading one is collective, and it is zero.
+        return GradientFragments(self)
 
     @override
     def move(self, device: Any) -> None:
