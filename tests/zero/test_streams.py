@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.engines import build
 from support.grid import every_sum
+from support.poison import interrupt_backward
 from support.ranks import RankGroup
 from support.setup import Setup
 from support.windows import ALL, Micro, backward
@@ -229,6 +230,55 @@ def test_the_host_waits_once_per_backward(one_rank: RankGroup, stage: int, model
     assert [part.count("host waits") for part in parts] == [0, 1, 1, 1]
     for part in parts[:-1]:
         assert len(order(part, "event")) >= len(order(part, "publish")) > 0
+
+
+def bucket_of_two_streams() -> list[str]:
+    from requestzero.zero.stage12.bucket import Bucket
+
+    recorder = Recorder([])
+    bucket = Bucket(torch.float32, torch.float32, capacity=8, buffers=1, total=8)
+    with recorder.accelerator():
+        bucket.add(0, 0, torch.ones(4))
+        with recorder.current(Stream(recorder, "side")):
+            bucket.add(1, 0, torch.ones(4))
+        bucket.contents(recorder.stream)
+    return recorder.log
+
+
+def test_a_bucket_is_filled_behind_its_allocation(one_rank: RankGroup) -> None:
+    """Its memory may still be in use by what is queued on the stream that it was allocated on."""
+    log = [entry for entry in one_rank.run(bucket_of_two_streams)[0] if entry.startswith("wait")]
+    assert log == ["wait on side for event on main", "wait on main for side"]
+
+
+def discarded(setup: Setup, interrupted: bool) -> list[str]:
+    """What ``zero_grad()`` waits for, after a backward that an exception may have ended."""
+    from deepspeed.accelerator import get_accelerator
+
+    with recorded_engine(setup) as (engine, log):
+        if interrupted:
+            interrupt_backward(engine)
+        else:
+            backward(engine, Micro(ALL, 1))
+        log.clear()
+        with patch.object(type(get_accelerator()), "synchronize", lambda *_: log.append("device waits")):
+            engine.zero_grad()
+        return log[:]
+
+
+@pytest.mark.parametrize("bucket", [1, 1_000])
+def test_what_an_exception_has_left_under_way_is_waited_for(one_rank: RankGroup, bucket: int) -> None:
+    """Also where every bucket is empty: a reduction may still add to a sum whose memory is free from here on."""
+    zero = {"overlap_comm": True, "reduce_bucket_size": bucket}
+    setup = Setup(offload=True, model="bf16", accum="fp32", zero=zero)
+    assert "device waits" in one_rank.run(discarded, setup, True)[0]
+    assert "device waits" not in one_rank.run(discarded, setup, False)[0]
+
+
+@every_sum
+def test_a_discarded_copy_does_not_land_in_the_next_window(one_rank: RankGroup, model: str, accum: str) -> None:
+    setup = Setup(offload=True, model=model, accum=accum)
+    assert one_rank.run(discarded, setup, False)[0].count("host waits") == 1
 
 
 def test_stock_waits_for_every_parameter(one_rank: RankGroup) -> None:

@@ -42,9 +42,9 @@ class Bucket:
         self._buffers: list[torch.Tensor] = []
         self._index = 0
         self._start_of: dict[int, int] = {}
-        # Streams that have filled the current buffer, and the event behind the last reduction of each buffer.
+        # Streams that have filled the current buffer, and the event behind what has used each buffer last.
         self._producers: set[Any] = set()
-        self._reduced: dict[int, tuple[Any, Any]] = {}
+        self._used: dict[int, tuple[Any, Any]] = {}
 
     def has_room_for(self, numel: int) -> bool:
         """Return whether a gradient fits in beside what is there."""
@@ -67,7 +67,7 @@ class Bucket:
         """
         if not self._buffers:
             self._allocate(flat.device)
-        self._order_behind_reduction()
+        self._order_behind_last_use()
         buffer, start = self._buffers[self._index], self._start_of.get(param_id)
         if start is not None:
             buffer.narrow(0, start, flat.numel()).add_(flat)
@@ -80,15 +80,17 @@ class Bucket:
         self._buffers = [
             torch.empty(self._buffer_numel, dtype=self.dtype, device=device) for _ in range(self._buffer_count)
         ]
+        # What is queued on this stream may still use the memory; other streams do not know of it.
+        self._used = dict.fromkeys(range(self._buffer_count), (current_stream(), record_event()))
 
-    def _order_behind_reduction(self) -> None:
+    def _order_behind_last_use(self) -> None:
         """Let the current stream fill the buffer only after its last reduction, and be waited for by the next."""
         if not has_streams():
             return
         stream = current_stream()
         self._producers.add(stream)
-        reducing, event = self._reduced.get(self._index, (stream, None))
-        if reducing != stream:
+        using, event = self._used[self._index]
+        if using != stream:
             stream.wait_event(event)
 
     def contents(self, stream: Any) -> torch.Tensor:
@@ -107,7 +109,7 @@ class Bucket:
     def clear(self, stream: Any) -> None:
         """Empty the bucket, whose contents have been used on ``stream``, the current one."""
         if self._buffer_count:
-            self._reduced[self._index] = stream, record_event()
+            self._used[self._index] = stream, record_event()
             self._index = (self._index + 1) % self._buffer_count
         self._drop_entries()
 
@@ -115,7 +117,7 @@ class Bucket:
         """Drop the entries and the buffers."""
         self._drop_entries()
         self._buffers.clear()
-        self._reduced.clear()
+        self._used.clear()
         self._index = 0
 
     def _drop_entries(self) -> None:

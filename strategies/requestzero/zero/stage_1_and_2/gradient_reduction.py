@@ -78,6 +78,11 @@ class GradientReduction:
         self._begun = False
         self._stream: Any = get_accelerator().Stream() if schedule.overlaps and has_streams() else None
 
+    @property
+    def has_begun(self) -> bool:
+        """True from the first gradient that goes into a bucket until all of them are reduced."""
+        return self._begun
+
     # --- events of a backward ---------------------------------------------------------------------------------------
 
     def gradient_arrived(self, param: Parameter) -> None:
@@ -98,7 +103,7 @@ class GradientReduction:
 
     def abandon(self) -> None:
         """Drop what an interrupted backward has left, here and on the parameters."""
-        if any(bucket.entries for bucket in self._buckets.values()):
+        if self._begun:
             # What is under way on another stream must not meet memory that is used anew.
             get_accelerator().synchronize()
         for param in self._layout.params:

@@ -131,6 +131,7 @@ class GradientSums:
 
     def discard(self) -> None:
         """Forget the sums: the window is over."""
+        self._copies.wait()  # one under way would land in the next window's sum
         for each in self.accumulators:
             each.discard()
 
