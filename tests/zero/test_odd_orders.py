@@ -9,6 +9,7 @@ import torch
 
 from support.engines import build, masters
 from support.grid import every_place, every_sum
+from support.overflow_configs import overflow_config
 from support.poison import interrupt_backward
 from support.ranks import RankGroup
 from support.setup import Setup
@@ -47,6 +48,53 @@ def test_several_forwards_before_their_backwards(
     two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str, ends: list[bool], torch_style: bool
 ) -> None:
     two_ranks.run(forwards_first, Setup(stage=stage, offload=offload, model=model, accum=accum), ends, torch_style)
+
+
+def one_loss_of_two_forwards(setup: Setup, torch_style: bool) -> None:
+    """Requests of one backward each, of two forwards whose losses are added, as in preference optimization."""
+    engine = build(setup)
+    for _ in range(2):
+        pairs = [(Micro(ALL, seed), Micro((True, False, True, True, False), 10 + seed)) for seed in range(3)]
+        for pair in pairs:
+            engine.set_gradient_accumulation_boundary(True)
+            loss = sum(loss_of(engine, micro) for micro in pair)
+            if torch_style:
+                loss.backward()
+            else:
+                engine.backward(loss)
+        assert engine.update_window.micro_batches == len(pairs)
+        assert_sums(applied_by(engine), [micro for pair in pairs for micro in pair])
+    engine.destroy()
+
+
+@every_place
+@every_sum
+@pytest.mark.parametrize("torch_style", [False, True])
+def test_one_loss_of_two_forwards(
+    two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str, torch_style: bool
+) -> None:
+    setup = Setup(stage=stage, offload=offload, model=model, accum=accum)
+    two_ranks.run(one_loss_of_two_forwards, setup, torch_style)
+
+
+def two_forwards_dropped(setup: Setup) -> None:
+    engine = build(setup)
+    kept = [Micro(ALL, 1), Micro(ALL, 2)]
+    for factor, micros in ((1.0, kept), (float("nan"), [Micro(ALL, 3), Micro(ALL, 4)])):
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(sum(loss_of(engine, micro) for micro in micros) * factor)
+    assert len(engine.update_window.dropped) == 1
+    assert_sums(applied_by(engine), kept)
+    engine.destroy()
+
+
+@every_place
+@every_sum
+def test_a_dropped_request_of_two_forwards(
+    two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str
+) -> None:
+    policy = overflow_config(model, on_overflow="drop_request")
+    two_ranks.run(two_forwards_dropped, Setup(stage=stage, offload=offload, model=model, accum=accum, config=policy))
 
 
 def set_in_an_absent_group(setup: Setup, end: bool) -> torch.Tensor:
@@ -101,6 +149,30 @@ def test_a_step_after_an_interrupted_first_backward(
     two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str
 ) -> None:
     two_ranks.run(step_after_an_exception, Setup(stage=stage, offload=offload, model=model, accum=accum))
+
+
+def backward_after_an_exception(setup: Setup) -> None:
+    engine = build(setup)
+    backward(engine, Micro(ALL, 1))
+    interrupt_backward(engine)
+    with pytest.raises(RuntimeError, match=r"a part of its gradients is reduced already: call zero_grad\(\)"):
+        backward(engine, Micro(ALL, 3))
+    engine.zero_grad()
+    backward(engine, Micro(ALL, 4))
+    assert_sums(applied_by(engine), [Micro(ALL, 4)])
+    engine.destroy()
+
+
+@every_sum
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("stage", "overlap"), [(1, True), (2, False), (2, True)])
+@pytest.mark.parametrize("bucket", [8, 1_000])
+def test_a_backward_after_an_interrupted_one_is_refused(
+    two_ranks: RankGroup, stage: int, overlap: bool, offload: bool, model: str, accum: str, bucket: int
+) -> None:
+    """A part of the interrupted one would be added to it, uncounted."""
+    zero = {"overlap_comm": overlap, "reduce_bucket_size": bucket}
+    two_ranks.run(backward_after_an_exception, Setup(stage=stage, offload=offload, model=model, accum=accum, zero=zero))
 
 
 def load_nothing(folder: str) -> None:

@@ -27,6 +27,7 @@ class DeepSpeedEngine(Module):
     _global_grad_norm: Any
     _is_gradient_accumulation_boundary: bool | None
     _running_engine_step: bool
+    _running_engine_backward: bool
     _step_applied: bool
     _unmanaged_backward_count: int
 

@@ -37,6 +37,9 @@ class RequestZeROEngine(AnnouncingEngine):
     :class:`~requestzero.errors.RankDisagreementError`, after which the engine refuses to go on.
     """
 
+    _backward_task: int = -1
+    """Autograd's number of the backward that has begun last."""
+
     # --- windows ----------------------------------------------------------------------------------------------------
 
     def end_request(self) -> None:
@@ -119,11 +122,22 @@ class RequestZeROEngine(AnnouncingEngine):
 
         Raises:
             ValueError: see :meth:`add_weight`.
+            RuntimeError: an exception has ended the backward before this one, and its gradients are partly reduced.
             RankDisagreementError: another rank does something else.
         """
+        self._refuse_after_interruption()
         if weight is not None:
             self.add_weight(weight)  # before the backward, at whose end its request may be dropped
         return super().backward(loss, *args, **kwargs)
+
+    def _refuse_after_interruption(self) -> None:
+        """Refuse a backward whose gradients would be added to those of a part of another one, which nothing counts."""
+        interrupted = self.optimizer._backward_active_depth > 0 and not self._running_engine_backward
+        if interrupted and self.optimizer.reduction.has_begun:
+            raise RuntimeError(
+                "An exception has ended the backward before this one, and a part of its gradients is reduced already: "
+                "call zero_grad(), which discards the update window, before the next backward."
+            )
 
     def add_weight(self, weight: float | torch.Tensor) -> None:
         """Report the weight of one micro-batch, right before its backward (this rank only).
@@ -267,6 +281,10 @@ class RequestZeROEngine(AnnouncingEngine):
         And reload a released gradient partition where the forward has not: stage 1 reduces at a request's end only, so
         that the partition would be in the way before.
         """
+        task = torch._C._current_graph_task_id()
+        if self.optimizer._backward_active_depth > 0 and task == self._backward_task:
+            return  # a loss of several forwards: the outputs of another one have begun this backward
+        self._backward_task = task
         last = self.is_gradient_accumulation_boundary()
         if last or self.zero_optimization_partition_gradients():
             self._prefetch_partitions()
