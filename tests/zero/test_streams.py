@@ -233,7 +233,7 @@ def test_the_host_waits_once_per_backward(one_rank: RankGroup, stage: int, model
 
 
 def bucket_of_two_streams() -> list[str]:
-    from requestzero.zero.stage12.bucket import Bucket
+    from requestzero.zero.stage_1_and_2.bucket import Bucket
 
     recorder = Recorder([])
     bucket = Bucket(torch.float32, torch.float32, capacity=8, buffers=1, total=8)
