@@ -15,10 +15,10 @@ BIN := .venv/bin
 RUN = PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m
 STAMP := .venv/installed
 
-.PHONY: demo doctor probe test lint format typecheck wheel docs setup clean help
+.PHONY: demo doctor probe test test-fast lint format typecheck wheel docs setup clean help
 
 help:  ## what the targets do
-	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1: /'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1: /'
 
 demo: $(STAMP)  ## train on uneven requests: two CPU ranks, or all GPUs
 	$(RUN) requestzero.recipes.lightning_sft $(ARGS)
@@ -39,6 +39,9 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(RUN) pytest $(ARGS)
 endif
+
+test-fast: $(STAMP)  ## every quick test with one of its parameter sets: minutes, for the inner loop
+	$(RUN) pytest -n $(WORKERS) --dist loadfile --fast $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and layout; import-linter: the layers of the packages
 	$(RUN) ruff check .

@@ -9,11 +9,22 @@ from pathlib import Path
 import pytest
 
 from support.cpu_adam import compile_cpu_adam
+from support.fast import fast_cut
 from support.paths import ROOT
 from support.ranks import RankGroup
 
 # Beside the checkout: two environments that share one folder rebuild each other's extensions.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".pytest_cache" / "torch_extensions"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="one parameter set of every test that is not marked as slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fast"):
+        items[:], others = fast_cut(items)
+        config.hook.pytest_deselected(items=others)
 
 
 @pytest.hookimpl(tryfirst=True)

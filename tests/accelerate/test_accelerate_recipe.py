@@ -59,6 +59,7 @@ def masters(folder: Path) -> list[torch.Tensor]:
     return [tensor for state in states for tensor in state["single_partition_of_fp32_groups"]]
 
 
+@pytest.mark.slow
 def test_final_weights_are_those_of_the_lightning_recipe(tmp_path: Path, data: list[str]) -> None:
     """As users start them, bit for bit: weights and masters after four updates with clipping."""
     settings = [*SMALL, *data, "trainer.gradient_clip_val=0.5"]

@@ -69,6 +69,7 @@ def test_accelerate_reads_the_file_and_so_do_we(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero2", "zero2_offload", "zero2_cpu"])  # zero2_offload_cpu: with the recipe
 def test_two_processes(tmp_path: Path, name: str) -> None:
     if not name.endswith("cpu") and torch.cuda.is_available() and torch.cuda.device_count() < 2:
@@ -77,6 +78,7 @@ def test_two_processes(tmp_path: Path, name: str) -> None:
     check(tmp_path, 2, "offload" in name)
 
 
+@pytest.mark.slow
 def test_two_machines(tmp_path: Path) -> None:
     """Both launchers on this machine; each starts one process."""
     address = ("--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--num_processes", "2")
@@ -99,11 +101,13 @@ def test_one_process(tmp_path: Path) -> None:
     check(tmp_path, 1, True)
 
 
+@pytest.mark.slow
 def test_without_a_launcher(tmp_path: Path) -> None:
     finish(start_module(SCRIPT.stem, str(tmp_path), PYTHONPATH=f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"))
     check(tmp_path, 1, False, "no")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torchrun would have two processes share a GPU")
 def test_torchrun(tmp_path: Path) -> None:
     command = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -111,6 +115,7 @@ def test_torchrun(tmp_path: Path) -> None:
     check(tmp_path, 2, False, "no")
 
 
+@pytest.mark.slow
 def test_a_contradiction_is_told_before_training(tmp_path: Path) -> None:
     """Stage and precision in both files, once agreeing and once not."""
     base: dict[str, Any] = yaml.safe_load((ACCELERATE_CONFIGS / "zero2_cpu.yaml").read_text())

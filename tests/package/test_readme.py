@@ -61,18 +61,21 @@ def test_the_engine_example(tmp_path: Path) -> None:
     assert float(norm) > 0
 
 
+@pytest.mark.slow
 def test_the_lightning_example(tmp_path: Path) -> None:
     attempted, applied, skipped, norm = run_example("Lightning", tmp_path).split()
     assert (attempted, applied, skipped) == ("6", "6", "0")
     assert float(norm) > 0
 
 
+@pytest.mark.slow
 def test_the_accelerate_example(tmp_path: Path) -> None:
     applied, skipped, norm = run_example("Accelerate", tmp_path).split()
     assert (applied, skipped) == ("5", "0"), "18 micro-batches, four to an update, and a last one of two"
     assert float(norm) > 0
 
 
+@pytest.mark.slow
 def test_the_trainer_example(tmp_path: Path) -> None:
     assert run_example("Transformers' Trainer", tmp_path) == "3 RequestZeROOptimizer"
 

@@ -12,6 +12,8 @@ from PIL import Image
 
 from support.scripts import finish, start_module
 
+pytestmark = pytest.mark.slow
+
 PARAMETERS = 2 * 32 * 32
 PARTITION = 4 * PARAMETERS // 2
 COMMAND = (

@@ -104,6 +104,7 @@ def test_the_demo_in_short(tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists(), "the other rank writes into the first one's directory"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_ended_says_why(tmp_path: Path) -> None:
     """A learning rate that makes everything after the first update NaN: reported once, by one of two ranks."""
     limits = ["overflow=stop_after_skips", "overflow.max_consecutive_skips=2", "hydra.run.dir=a"]
@@ -122,6 +123,7 @@ def write_requests(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_exactly(tmp_path: Path) -> None:
     data = write_requests(tmp_path / "requests.jsonl")
     overrides = [*TINY, *ONE_RANK, "data=jsonl", f"data.path={data}", "data.requests_per_update=2"]
@@ -143,6 +145,7 @@ def test_a_resumed_run_continues_exactly(tmp_path: Path) -> None:
     assert table(whole)["requests"] == "14", "two epochs, each with a window of a single request at its end"
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_learns_from_chats(tmp_path: Path, hugging_face_model: Path) -> None:
     chat = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
     lines = [json.dumps({"id": number, "messages": chat}) for number in range(3)]
@@ -178,6 +181,7 @@ def test_help_lists_the_configuration(tmp_path: Path) -> None:
     assert "zero: default, stage1, stage1_offload, stage2, stage2_offload" in run(tmp_path, "--help")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_sigterm_ends_all_ranks(tmp_path: Path) -> None:
     with started(
@@ -191,6 +195,7 @@ def test_sigterm_ends_all_ranks(tmp_path: Path) -> None:
         assert all_ended(process), "a rank was left alive"
 
 
+@pytest.mark.slow
 def test_a_sweep_on_one_rank_shows_what_retaining_the_partition_costs(tmp_path: Path) -> None:
     sweep = "zero.retain_gpu_grad_partition_until_step=false,true"
     output = run(tmp_path, "--multirun", *TINY, *ONE_RANK, sweep, "trainer.max_steps=2", "hydra.sweep.dir=sweep")
@@ -203,6 +208,7 @@ def test_a_sweep_on_one_rank_shows_what_retaining_the_partition_costs(tmp_path: 
         assert released == retained
 
 
+@pytest.mark.slow
 def test_skipped_updates_are_counted(tmp_path: Path) -> None:
     """The first update of this absurd learning rate leaves weights that give no finite gradient."""
     rate = ["optimizer.lr=1e37", "optimizer.warmup_steps=0", "optimizer.weight_decay=0"]
