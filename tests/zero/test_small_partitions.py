@@ -64,7 +64,7 @@ def test_different_divisors_are_an_error_on_all_ranks(two_ranks: RankGroup, stag
 
 
 def read_and_set_early(setup: Setup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a rank, or a group, has had no gradient in the window yet: one is read as zero, then set.
+    """Read a gradient as zero, then set it, where a rank or a group has had none in the window yet.
 
     At stage 2 inside an open request, at stage 1 after its end, before which nothing is reduced.
     """

@@ -252,7 +252,7 @@ def test_a_bucket_is_filled_behind_its_allocation(one_rank: RankGroup) -> None:
 
 
 def discarded(setup: Setup, interrupted: bool) -> list[str]:
-    """What ``zero_grad()`` waits for, after a backward that an exception may have ended."""
+    """Log of ``zero_grad()`` after a backward that an exception may have ended."""
     from deepspeed.accelerator import get_accelerator
 
     with recorded_engine(setup) as (engine, log):
