@@ -289,3 +289,71 @@ def test_one_host_read_per_request_and_one_copy_of_the_sums(
         size = 4 if offload or accum == "fp32" else 2  # the fp32 host gradient, or the sum's dtype on the device
         # A window of one request copies nothing.
         assert held == [0] + [elements * size] * 3
+
+
+class BackwardInForward(torch.nn.Module):
+    """Runs a backward of ``head`` within its forward, as DeepSpeed's ``TiledFusedLogitsLoss`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Parameter(torch.ones(8))
+        self.head = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body * 1.0
+        leaf = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            (self.head * leaf * x).sum().backward()
+        assert leaf.grad is not None
+        return (hidden * leaf.grad).sum()
+
+
+class Interruptible(torch.nn.Module):
+    """Its backward runs out of memory, before any gradient, for an input of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = self.weight * x
+        if not x.any():
+            product.register_hook(run_out_of_memory)
+        return product.sum()
+
+
+def run_out_of_memory(_: torch.Tensor) -> None:
+    raise MemoryError
+
+
+def sums_after_a_drop(setup: Setup, model: torch.nn.Module, interrupted: bool) -> tuple[int, list[list[float]]]:
+    """Requests that were dropped of 1, 2 and inf, and the gradients that are left."""
+    from deepspeed.utils import safe_get_full_grad
+
+    engine: Any = build(setup, model=model)
+    for value in ([0.0] if interrupted else []) + [1.0, 2.0, math.inf]:
+        engine.set_gradient_accumulation_boundary(True)
+        loss = engine(torch.full((8,), value, device=engine.device))
+        try:
+            engine.backward(loss)
+        except MemoryError:
+            assert value == 0.0
+    found = engine.dropped_requests, [safe_get_full_grad(each).tolist() for each in engine.module.parameters()]
+    engine.destroy()
+    return found
+
+
+@every_place
+@pytest.mark.parametrize("bucket", [4, 1_000], ids=["own reductions", "one bucket"])
+def test_a_request_with_a_backward_within_its_forward_is_undone(
+    two_ranks: RankGroup, stage: int, offload: bool, bucket: int
+) -> None:
+    setup = dropping(stage, offload, "fp32", "fp32", zero={"reduce_bucket_size": bucket})
+    found = two_ranks.run(sums_after_a_drop, setup, BackwardInForward(), False)
+    assert found == [(1, [[3.0] * 8, [3.0] * 8])] * 2
+
+
+@every_place
+def test_a_request_is_undone_after_an_interrupted_backward(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    setup = dropping(stage, offload, "fp32", "fp32")
+    assert two_ranks.run(sums_after_a_drop, setup, Interruptible(), True) == [(1, [[3.0] * 8])] * 2

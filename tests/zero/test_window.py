@@ -9,6 +9,7 @@ import torch
 
 from support.engines import build, masters
 from support.grid import every_place, every_sum
+from support.models import OneWeight, feed, full_grad
 from support.poison import interrupt_backward
 from support.ranks import RankGroup
 from support.setup import Setup
@@ -343,3 +344,19 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 ) -> None:
     setup = Setup(stage=stage, offload=offload, model=model, accum=accum, optimizer="adamw")
     two_ranks.run(saved_and_loaded, setup, str(tmp_path))
+
+
+def gradients_around_a_reduction(setup: Setup) -> tuple[torch.Tensor, torch.Tensor]:
+    engine: Any = build(setup, model=OneWeight())
+    feed(engine, 3.0)
+    engine.step()
+    before = full_grad(engine)
+    engine.allreduce_gradients()
+    return before, full_grad(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_reduction_of_nothing_leaves_what_the_last_step_has_read(two_ranks: RankGroup, stage: int) -> None:
+    """Callers of DeepSpeed's own ``allreduce_gradients`` may call it where no request is open."""
+    for before, after in two_ranks.run(gradients_around_a_reduction, Setup(stage, offload=True)):
+        assert before.tolist() == after.tolist() == [3.0] * before.numel()

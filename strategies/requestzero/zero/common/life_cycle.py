@@ -14,7 +14,7 @@ from requestzero.zero.common.step_norm import StepNorm
 from requestzero.zero.common.window import UpdateWindow
 
 
-class Completable(Protocol):
+class WindowSums(Protocol):
     """The sums of a window."""
 
     def complete(self) -> None: ...
@@ -32,13 +32,15 @@ class WindowedOptimizer(Protocol):
     """An optimizer of any ZeRO stage that owns a window and these parts."""
 
     window: UpdateWindow
-    sums: Any
     scale: StepScale
     divisor: StepDivisor
     norm: StepNorm
     overflow: bool
     loss_scale_exhausted: bool
     _global_grad_norm: Any
+
+    @property
+    def sums(self) -> WindowSums: ...
 
     @property
     def loss_scale(self) -> Any: ...

@@ -98,7 +98,7 @@ class CountingEngine(DeepSpeedEngine):
 
     @property
     def peak_grad_partition_bytes(self) -> int:
-        """The most that :meth:`grad_partition_bytes` has been at the end of a backward."""
+        """The most that :attr:`grad_partition_bytes` has been at the end of a backward."""
         return self.optimizer.sums.peak_device_bytes
 
     @property
@@ -119,9 +119,11 @@ class CountingEngine(DeepSpeedEngine):
             record.consecutive = 0
             record.note_scale(self.attempted_updates, float(self.optimizer.loss_scale))
             return
+        cause = self.optimizer.norm.cause
+        assert cause is not None  # an update is skipped after a look at the norm only
         skip = SkippedUpdate(
             update=self.attempted_updates,
-            cause=self.optimizer.norm.cause or "inf or NaN",
+            cause=cause,
             request_ids=tuple(window.request_ids) or tuple(each.request_id for each in window.dropped),
             loss_scale_before=scale,
             loss_scale_after=float(self.optimizer.loss_scale),

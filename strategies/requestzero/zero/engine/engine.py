@@ -100,7 +100,7 @@ class RequestZeROEngine(AnnouncingEngine):
 
     @override
     def zero_grad(self) -> None:  # type: ignore[override]  # as DeepSpeed's
-        """Discard the open window, at every stage."""
+        """Discard the open window, at every stage (this rank only; every rank has to, or their windows differ)."""
         super().zero_grad()
         self.optimizer.zero_grad()
         self._unmanaged_backward_count = 0
@@ -185,8 +185,8 @@ class RequestZeROEngine(AnnouncingEngine):
             ValueError: a divisor or normalization that is not allowed, both of them, or a normalization although
                 DeepSpeed divides by its ``gradient_accumulation_steps``.
             RankDisagreementError: another rank does not step here.
-            RuntimeError: on all ranks, if they give different divisors (seen where ``step`` reads the norm: not with
-                ``compute_grad_norm: false``, nor with the overflow check and clipping off); or a divisor is given while
+            RuntimeError: on all ranks, if they give different divisors (seen where ``step`` reads the norm:
+                not with the overflow check and clipping off); or a divisor is given while
                 a request is open that may yet be dropped. With ``"token"`` if a micro-batch has no weight or more than
                 one, or a weight is negative, infinite or NaN.
             GradientOverflowError: on all ranks, if the gradient is not finite and ``overflow`` says that the run ends.
@@ -261,9 +261,17 @@ class RequestZeROEngine(AnnouncingEngine):
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Also begin to reload a released gradient partition at its end (stage 2, CPU offload).
+        """Run the forward of one micro-batch (this rank only).
 
-        Not before: what the forward needs for itself, such as logits, would meet the partition.
+        At its end a released gradient partition begins to be reloaded (stage 2, CPU offload). Not before: what the
+        forward needs for itself, such as logits, would meet the partition.
+
+        Args:
+            *inputs: of the model.
+            **kwargs: likewise.
+
+        Returns:
+            What the model returns.
         """
         outputs = super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.zero_optimization_partition_gradients():
@@ -276,9 +284,9 @@ class RequestZeROEngine(AnnouncingEngine):
 
     @override
     def _backward_prologue(self) -> None:
-        """Also start the count of gradient hooks anew, as a forward does: there may have been two before this.
+        """Prepare a backward, as DeepSpeed does, and start its count of hooks anew: two forwards may come before it.
 
-        And reload a released gradient partition where the forward has not: stage 1 reduces at a request's end only, so
+        Also reload a released gradient partition where the forward has not: stage 1 reduces at a request's end only, so
         that the partition would be in the way before.
         """
         task = torch._C._current_graph_task_id()
@@ -291,12 +299,11 @@ class RequestZeROEngine(AnnouncingEngine):
         if self.optimizer._backward_active_depth == 0:
             self.optimizer.clear_backward_seen_flag()
             self.agreement.begin_backward(last=last)
-            self.optimizer.begin_backward()
         super()._backward_prologue()
 
     @override
     def _backward_epilogue(self) -> None:
-        """Also count the micro-batch: this runs once per backward, whichever way it was started."""
+        """Reduce what is left, as DeepSpeed does, and count the micro-batch: once per backward, however started."""
         self.update_window.count_micro_batch()
         super()._backward_epilogue()
         self.agreement.end_micro_batch(not self.update_window.request_open)
@@ -305,7 +312,13 @@ class RequestZeROEngine(AnnouncingEngine):
     @override
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Also end the request with the block."""
+        """Let the gradients of the block's backwards wait, and reduce them at its end, which ends the request.
+
+        The end of the block is collective.
+
+        Raises:
+            RankDisagreementError: at the end, if another rank does something else.
+        """
         with super().coalesce_grad_reduction():
             yield
         self.agreement.end_request()
@@ -381,6 +394,16 @@ class RequestZeROEngine(AnnouncingEngine):
     ) -> Any:
         """Save as DeepSpeed does (collective), with the counters that it does not have among the client's state.
 
+        Args:
+            save_dir: folder of checkpoints.
+            tag: name of this one; DeepSpeed's ``global_step<n>`` unless given.
+            client_state: anything else to save with it; not changed.
+            *args: for DeepSpeed's ``save_checkpoint``.
+            **kwargs: likewise.
+
+        Returns:
+            True, as DeepSpeed does.
+
         Raises:
             RuntimeError: the window is open; its gradients would be missing from the checkpoint.
             RankDisagreementError: another rank does something else, or the ranks have disagreed before.
@@ -398,6 +421,14 @@ class RequestZeROEngine(AnnouncingEngine):
     @override
     def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
         """Load as DeepSpeed does (collective); the open window is discarded, unless there is no checkpoint to load.
+
+        Args:
+            load_dir: folder of checkpoints.
+            *args: for DeepSpeed's ``load_checkpoint`` (``tag``, ``load_module_only`` and others).
+            **kwargs: likewise.
+
+        Returns:
+            Path of the checkpoint, ``None`` without one, and the client's state.
 
         Raises:
             RankDisagreementError: another rank does something else, or the ranks have disagreed before.

@@ -20,7 +20,7 @@ class SkippedUpdate:
     update: int
     """Its number among the attempted updates, from 1."""
     cause: str
-    """``"inf"`` or ``"NaN"``, as the norm over all ranks was (``"inf or NaN"`` where no norm is computed)."""
+    """``"inf"`` or ``"NaN"``, as the norm over all ranks was."""
     request_ids: tuple[RequestId, ...]
     """Names of the window's requests, in order; ``None`` for one without a name."""
     loss_scale_before: float

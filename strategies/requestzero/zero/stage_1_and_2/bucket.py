@@ -67,6 +67,7 @@ class Bucket:
         """
         if not self._buffers:
             self._allocate(flat.device)
+        keep_alive(flat, current_stream())  # it may have been made on another stream, such as the forward's
         self._order_behind_last_use()
         buffer, start = self._buffers[self._index], self._start_of.get(param_id)
         if start is not None:

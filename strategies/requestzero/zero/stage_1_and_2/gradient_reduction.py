@@ -132,7 +132,7 @@ class GradientReduction:
         if numel == 0:
             return
         self._begin()
-        param_id, bucket = self._layout.ids[id(param)], self._buckets[self._comm_dtype(param)]
+        param_id, bucket = self._layout.id_of(param), self._buckets[self._comm_dtype(param)]
         for observe in self.observers:
             observe(param_id, param, gradient)
         if not bucket.has_room_for(numel):
@@ -153,14 +153,15 @@ class GradientReduction:
             bucket.clear(stream)
 
     def _reduce_alone(self, param_id: int, gradient: torch.Tensor, bucket: Bucket) -> None:
-        """Reduce a gradient that is larger than a bucket in its own memory."""
+        """Reduce a gradient that is larger than a bucket by itself."""
         self._ranks.agreement.before_reduction((param_id,), None)
         producer = current_stream()
         stream = self._stream or producer
         if stream != producer:
             stream.wait_stream(producer)
         with get_accelerator().stream(stream):
-            flat = gradient.detach().reshape(-1).to(bucket.dtype)
+            # A copy: autograd hands out gradients that share memory, and this one is changed in place.
+            flat = gradient.detach().to(bucket.dtype, copy=True, memory_format=torch.contiguous_format).view(-1)
             keep_alive(gradient, stream)
             entry = Entry(param_id, self._layout.group_of[param_id], 0, flat.numel())
             self._reduce([entry], flat, bucket.comm_dtype)

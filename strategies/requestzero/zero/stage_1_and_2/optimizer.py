@@ -50,12 +50,6 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
 
     # --- the way of a gradient --------------------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """Save the sums that a further request may have to go back to; called before each backward."""
-        if self.rollback is not None and self.rollback.has_unsaved_sums:
-            self.sums.begin_backward()
-            self.rollback.save_sums()
-
     @override
     def process_gradients(self, param: Any, i: int) -> None:
         """Handle a gradient that autograd has brought; inside ``coalesce_grad_reduction()`` it waits."""
@@ -75,9 +69,10 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
 
     @override
     def independent_gradient_partition_epilogue(self) -> None:
-        """Reduce the rest of a backward of stage 2."""
-        self.reduction.end_backward()
-        self._end_backward()
+        """Reduce the rest of a backward of stage 2; nothing where none has come since the last request end."""
+        if self.window.request_open:
+            self.reduction.end_backward()
+            self._end_backward()
 
     def _end_backward(self) -> None:
         self.sums.end_backward()
@@ -180,10 +175,10 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
 
     @override
     def _apply_muon_updates_cpu_offload(self) -> None:
-        """Also compute the norm of Muon groups anew, whose gradients have become updates."""
+        """Also take over the norms of the updates that gradients of Muon groups have become."""
         super()._apply_muon_updates_cpu_offload()
         if self._muon_groups():
-            self.sums.recompute_norms(self._muon_groups())
+            self.sums.replace_norms(self._muon_groups(), self.norm_for_param_grads)
             self.norm.forget()
 
     @override
@@ -209,8 +204,8 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
 
     def discard_gradients(self) -> None:
         """Forget sums, and what an interrupted backward has left in buckets and on parameters."""
+        self.reduction.abandon()  # first: it waits for reductions that still add to the sums
         self.sums.discard()
-        self.reduction.abandon()
         for index in range(len(self.bit16_groups)):
             self.averaged_gradients[index] = self.all_grad_tensors[index] = None
         self._backward_active_depth = 0

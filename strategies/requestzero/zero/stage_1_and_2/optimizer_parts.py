@@ -75,7 +75,7 @@ def build_parts(
     local = LocalGradients(optimizer.use_grad_accum_attribute, optimizer.gradient_accumulation_dtype)
     origin = OverflowOrigin(sums, names) if options.records_origin else None
     rollback = RequestRollback(sums.accumulators) if options.drops_requests else None
-    reduction = _build_reduction(optimizer, layout, ranks, sums, local, options)
+    reduction = _build_reduction(optimizer, layout, ranks, sums, local, options, rollback)
     if origin is not None:
         reduction.observers.append(origin.record)
     return OptimizerParts(
@@ -169,7 +169,14 @@ def _build_reduction(
     sums: GradientSums,
     local: LocalGradients,
     options: WindowOptions,
+    rollback: RequestRollback | None,
 ) -> GradientReduction:
+    def before_first() -> None:
+        """Save sums that a further request may have to go back to, whichever backward brings its first gradient."""
+        sums.wait_for_copies()
+        if rollback is not None and rollback.has_unsaved_sums:
+            rollback.save_sums()
+
     schedule = ReductionSchedule(
         in_every_backward=optimizer.partition_gradients,
         overlaps=optimizer.overlap_comm,
@@ -199,7 +206,7 @@ def _build_reduction(
         ranks,
         optimizer.get_param_comm_dtype,
         optimizer.is_gradient_accumulation_boundary,
-        sums.begin_backward,
+        before_first,
     )
 
 

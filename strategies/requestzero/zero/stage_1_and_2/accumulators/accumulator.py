@@ -105,7 +105,7 @@ class Accumulator(ABC):
     def move(self, device: Any) -> None:
         """Move what lies on the accelerator to ``device``, or back."""
 
-    def counts_all(self) -> bool:
+    def _counts_all(self) -> bool:
         """Return whether this rank counts all that it owns of the group in the norm."""
         if self._all_count is None:
             self._all_count = all(map(self._counts, self.group.owned))
@@ -113,7 +113,7 @@ class Accumulator(ABC):
 
     def _square(self, flat: torch.Tensor, places: Mapping[int, Place]) -> torch.Tensor | None:
         """Squared norm of what counts of ``flat``, in which the owned parts of parameters lie at ``places``."""
-        if self.counts_all() and len(places):
+        if self._counts_all() and len(places):
             return vector_norm(flat).square()
         parts = [flat.narrow(0, place.offset, place.numel) for i, place in places.items() if self._counts(i)]
         return square_of(vector_norms(parts))

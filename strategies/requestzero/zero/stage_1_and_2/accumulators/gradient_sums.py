@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -48,7 +48,7 @@ class GradientSums:
         for each in self._offloaded:
             each.prefetch()
 
-    def begin_backward(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for the copies of earlier backwards, once per backward instead of once per parameter."""
         self._copies.wait()
 
@@ -100,12 +100,17 @@ class GradientSums:
         for each in self.accumulators:
             each.refresh_norm()
 
-    def recompute_norms(self, groups: Sequence[int]) -> None:
-        """Compute norms from the host gradients of these groups, into which updates have been written."""
+    def replace_norms(self, groups: Sequence[int], norms: Mapping[int, torch.Tensor]) -> None:
+        """Put norms, by parameter id, in the place of those of the sums, where updates have replaced sums.
+
+        Args:
+            groups: indices of the groups.
+            norms: scalars on the accelerator; the owned parameters of these groups that are missing keep theirs.
+        """
         for index in groups:
             accumulator = self.accumulators[index]
             if isinstance(accumulator, HostGradientAccumulator):
-                accumulator.recompute_norms()
+                accumulator.replace_norms(norms)
 
     def complete(self) -> None:
         """Make what the step reads the window's sum, and its norm up to date."""

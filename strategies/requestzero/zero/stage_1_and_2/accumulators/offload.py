@@ -1,4 +1,4 @@
-"""What both kinds of sums under CPU offload have in common: the host gradient that the optimizer reads."""
+"""The common part of sums under CPU offload: the host gradient that the optimizer reads."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,10 +82,9 @@ class HostGradientAccumulator(OffloadAccumulator):
         self._edited = True
         self._norms.clear()
 
-    def recompute_norms(self) -> None:
-        """Compute norms from the host gradient, which something else than a sum has been written into."""
-        owned = list(self.group.owned)
-        self._norms = dict(zip(owned, self._host_norms(owned), strict=True))
+    def replace_norms(self, norms: Mapping[int, torch.Tensor]) -> None:
+        """Put norms, by parameter id, in the place of those of the sums that the host gradient held."""
+        self._norms.update({param_id: norms[param_id] for param_id in self.group.owned if param_id in norms})
 
     @override
     def discard(self) -> None:

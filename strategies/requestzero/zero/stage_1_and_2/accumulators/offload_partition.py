@@ -152,6 +152,7 @@ class PartitionAccumulator(OffloadAccumulator):
 
     def keep(self) -> None:
         """Leave the partition on the device."""
+        self._resident().wait()  # it may have been prefetched, and not been used since
         self.state_of_partition = PartitionState.CLEAN
         self._traffic.kept += 1
 
