@@ -1,7 +1,7 @@
 """``on_overflow="drop_request"``: the window as it was at its last good request end, to go back to.
 
 Every request end is checked, with one all-reduce and one host read. A good one is remembered: its bookkeeping at once,
-its sums before the first backward of a further request, so that a window of one request copies nothing. A bad one is
+its sums with the first gradient of a further request, so that a window of one request copies nothing. A bad one is
 undone.
 
 Memory, from the first window of several requests on: one copy of the sums. On the device in the accumulation dtype;
@@ -58,19 +58,15 @@ class RequestRollback:
         """Bytes of the copy of the window's sums that this rank holds, wherever it lies."""
         return sum(copy.nbytes for copies in self._backups for copy in copies)
 
-    @property
-    def has_unsaved_sums(self) -> bool:
-        """True if there is a good end whose sums have not been copied yet."""
-        return self._good_end is not None and not self._good_end.copied
-
     def discard(self) -> None:
         """Forget the last good end: the window is over. The memory of the backup is kept for the next one."""
         self._good_end = None
 
     def save_sums(self) -> None:
-        """Copy the sums of the last good end, before a further request changes them."""
+        """Copy the sums of the last good end, unless that is done; called before anything changes them."""
         end = self._good_end
-        assert end is not None
+        if end is None or end.copied:
+            return
         end.copied = True
         end.states = [each.state() for each in self._sums]  # a user may have set a gradient since
         for index, each in enumerate(self._sums):

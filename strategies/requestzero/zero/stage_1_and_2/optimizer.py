@@ -53,6 +53,8 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
     @override
     def process_gradients(self, param: Any, i: int) -> None:
         """Handle a gradient that autograd has brought; inside ``coalesce_grad_reduction()`` it waits."""
+        if self.rollback is not None:
+            self.rollback.save_sums()
         self.local.accumulate(param)
         if not self._coalesce_grad_reduction:
             self.reduction.gradient_arrived(param)

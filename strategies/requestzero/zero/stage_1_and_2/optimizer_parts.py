@@ -172,9 +172,8 @@ def _build_reduction(
     rollback: RequestRollback | None,
 ) -> GradientReduction:
     def before_first() -> None:
-        """Save sums that a further request may have to go back to, whichever backward brings its first gradient."""
         sums.wait_for_copies()
-        if rollback is not None and rollback.has_unsaved_sums:
+        if rollback is not None:  # a rank may reduce what other ranks have, without a gradient of its own
             rollback.save_sums()
 
     schedule = ReductionSchedule(

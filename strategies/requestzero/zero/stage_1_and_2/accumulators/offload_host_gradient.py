@@ -99,6 +99,7 @@ class HostGradientAccumulator(OffloadAccumulator):
 
     @override
     def tensors(self) -> list[torch.Tensor]:
+        self.copies.wait()
         return [self.host()]
 
     @override

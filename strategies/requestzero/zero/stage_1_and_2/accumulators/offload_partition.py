@@ -215,6 +215,7 @@ class PartitionAccumulator(OffloadAccumulator):
 
     @override
     def tensors(self) -> list[torch.Tensor]:
+        self.copies.wait()
         return [self._resident().flat if self.holds_sum_on_device else self.host()]
 
     @override
