@@ -33,6 +33,13 @@ def assert_sums(applied: list[torch.Tensor], micros: list[Micro], divisor: float
         assert torch.equal(got, wanted / divisor), (got, wanted / divisor)
 
 
+def assert_exact_window(engine: Any, micros: list[Micro]) -> None:
+    """Run these micro-batches, the last of which ends its request, and step: exactly their sum is applied."""
+    for micro in micros:
+        backward(engine, micro)
+    assert_sums(applied_by(engine), micros)
+
+
 def run_windows(setup: Setup, windows: list[Window], requestzero: bool = True) -> list[list[torch.Tensor]]:
     """Train over ``windows`` on this rank; for each the applied gradient of every layer."""
     # Stock reads another parameter's master weights under round_robin_gradients.

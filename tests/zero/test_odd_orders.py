@@ -13,8 +13,8 @@ from support.overflow_configs import overflow_config
 from support.poison import interrupt_backward
 from support.ranks import RankGroup
 from support.setup import Setup
-from support.updates import applied_by, assert_sums
-from support.windows import ALL, LR, Micro, backward, inputs_of
+from support.updates import applied_by, assert_exact_window, assert_sums
+from support.windows import ALL, LR, Micro, backward, inputs_of, reference
 
 
 def loss_of(engine: Any, micro: Micro) -> torch.Tensor:
@@ -121,8 +121,6 @@ def set_in_an_absent_group(setup: Setup, end: bool) -> torch.Tensor:
 def test_a_gradient_set_in_an_absent_group_is_kept(
     two_ranks: RankGroup, stage: int, retain: bool, model: str, accum: str
 ) -> None:
-    from support.windows import reference
-
     setup = Setup(stage=stage, offload=True, model=model, accum=accum, groups=2, retain=retain)
     added = reference([[Micro(ALL, 3)]], 2)[0][1]
     for end in (True, False) if stage == 2 else (True,):
@@ -136,10 +134,7 @@ def step_after_an_exception(setup: Setup) -> None:
     engine.set_gradient_accumulation_boundary(True)
     engine.step()
     assert not engine.was_step_applied()
-    micros = [Micro(ALL, 3), Micro(ALL, 4)]
-    for micro in micros:
-        backward(engine, micro)
-    assert_sums(applied_by(engine), micros)
+    assert_exact_window(engine, [Micro(ALL, 3), Micro(ALL, 4)])
     engine.destroy()
 
 

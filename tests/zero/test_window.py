@@ -13,7 +13,7 @@ from support.models import OneWeight, feed, full_grad
 from support.poison import interrupt_backward
 from support.ranks import RankGroup
 from support.setup import Setup
-from support.updates import applied_by, assert_sums
+from support.updates import applied_by, assert_exact_window, assert_sums
 from support.windows import ALL, Micro, backward, inputs_of, reference
 
 # --- counts and ends of requests ------------------------------------------------------------------------------------
@@ -267,9 +267,7 @@ def zero_grad_discards(setup: Setup, through_optimizer: bool) -> None:
         assert not engine.update_window.is_open
         assert engine.grad_partition_bytes == 0
         kept = [Micro(ALL, 3, False), Micro((True, False, True, True, True), 4, True)]
-        for micro in kept:
-            backward(engine, micro)
-        assert_sums(applied_by(engine), kept)
+        assert_exact_window(engine, kept)
     backward(engine, Micro(ALL, 1))
     discard()
     engine.step()
@@ -293,10 +291,7 @@ def interrupted(setup: Setup) -> None:
     backward(engine, Micro(ALL, 1, False))
     interrupt_backward(engine)
     engine.zero_grad()
-    micros = [Micro(ALL, 3), Micro(ALL, 4)]
-    for micro in micros:
-        backward(engine, micro)
-    assert_sums(applied_by(engine), micros)
+    assert_exact_window(engine, [Micro(ALL, 3), Micro(ALL, 4)])
     engine.destroy()
 
 
