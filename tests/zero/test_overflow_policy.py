@@ -12,7 +12,7 @@ import torch
 
 import requestzero
 from requestzero.probe.counters import Operators
-from requestzero.zero.overflow.history import name_requests
+from requestzero.zero.overflow.skips import name_requests
 from support.engines import build, masters, masters_and_state
 from support.fp16 import fp16_on_cpu, fp16_where_needed
 from support.grid import FP16_SUMS, PLACES, SUMS, every_place

@@ -312,7 +312,7 @@ def test_a_window_of_zero_weight_is_skipped_and_counted(two_ranks: RankGroup, st
 
 
 def test_the_count_is_kept_in_a_checkpoint() -> None:
-    from requestzero.zero.overflow.history import SkipRecord
+    from requestzero.zero.overflow.skips import SkipRecord
 
     assert SkipRecord.from_state(SkipRecord(empty=2).state_dict()).empty == 2
 

@@ -3,7 +3,7 @@
 - ``initialization``: build an engine; ``engine/``: what a caller drives.
 - ``common/``: parts that no ZeRO stage owns: the update window, the divisor, the loss scale and norm of a step,
   streams.
-- ``overflow/``: gradients that are not finite: history, policy, origin, rollback of a request.
+- ``overflow/``: gradients that are not finite: skips, their messages, their origin, rollback of a request.
 - ``stage_1_and_2/``: ZeRO 1 and 2: the way of a gradient from its hook into the window's sum, and the thin subclass of
   DeepSpeed's optimizer whose methods delegate to these parts.
 """

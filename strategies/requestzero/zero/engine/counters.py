@@ -10,8 +10,8 @@ from requestzero.config.engine_options import EngineOptions
 from requestzero.rank_check.interface import Agreement
 from requestzero.zero.common.window import UpdateWindow
 from requestzero.zero.engine.deprecated_calls import ReadoutFloat, ReadoutInt
-from requestzero.zero.overflow import policy
-from requestzero.zero.overflow.history import SkippedUpdate, SkipRecord
+from requestzero.zero.overflow import skip_messages
+from requestzero.zero.overflow.skips import SkippedUpdate, SkipRecord
 from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionTraffic
 from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
 
@@ -132,9 +132,9 @@ class CountingEngine(DeepSpeedEngine):
         record.note_scale(self.attempted_updates, skip.loss_scale_after)
         if self.options.overflow.on_overflow == "raise":
             origin = "" if self.optimizer.origin is None else self.optimizer.origin.message
-            policy.raise_on_all_ranks(policy.describe_overflow(skip, origin))
-        policy.log_skip(skip, record, self.skipped_updates)
+            skip_messages.raise_on_all_ranks(skip_messages.describe_overflow(skip, origin))
+        skip_messages.log_skip(skip, record, self.skipped_updates)
         if self.optimizer.loss_scale_exhausted:
-            policy.raise_on_all_ranks(policy.describe_scale_at_minimum(record))
+            skip_messages.raise_on_all_ranks(skip_messages.describe_scale_at_minimum(record))
         if limit is not None and record.consecutive >= limit:
-            policy.raise_on_all_ranks(policy.describe_skips_in_a_row(record, limit))
+            skip_messages.raise_on_all_ranks(skip_messages.describe_skips_in_a_row(record, limit))

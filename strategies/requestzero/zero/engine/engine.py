@@ -20,8 +20,8 @@ from requestzero.config.validation import check_weight
 from requestzero.zero.common import life_cycle
 from requestzero.zero.engine.announcements import AnnouncingEngine
 from requestzero.zero.engine.step_arguments import check_divisor
-from requestzero.zero.overflow import policy
-from requestzero.zero.overflow.history import SkipRecord
+from requestzero.zero.overflow import skip_messages
+from requestzero.zero.overflow.skips import SkipRecord
 from requestzero.zero.patch import patched
 from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
 from requestzero.zero.stage_1_and_2.optimizer_parts import WindowOptions
@@ -96,7 +96,7 @@ class RequestZeROEngine(AnnouncingEngine):
             dropped = self.optimizer.check_request()
             if dropped is not None:
                 self._skips.dropped_requests += 1
-                policy.log_dropped(dropped, self.attempted_updates + 1)
+                skip_messages.log_dropped(dropped, self.attempted_updates + 1)
 
     @override
     def zero_grad(self) -> None:  # type: ignore[override]  # as DeepSpeed's

@@ -1,1 +1,5 @@
-"""Gradients that are not finite: their history, the policy of the run, their origin, and the rollback of a request."""
+"""Gradients that are not finite.
+
+``skips`` records updates that were not applied, ``skip_messages`` has the log lines and the errors that end a run,
+``origin`` finds the parameter, request and rank, ``rollback`` undoes one request, ``loss_scale`` adjusts the scale.
+"""

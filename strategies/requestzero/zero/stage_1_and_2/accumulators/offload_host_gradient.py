@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from requestzero.zero.common.norm import square_of, vector_norms
-from requestzero.zero.stage_1_and_2.accumulators.offload import OffloadAccumulator
+from requestzero.zero.stage_1_and_2.accumulators.offload_base import OffloadAccumulator
 from requestzero.zero.stage_1_and_2.bucket_runs import Run
 
 

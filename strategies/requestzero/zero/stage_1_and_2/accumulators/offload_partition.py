@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from requestzero.zero.common.streams import has_streams
 from requestzero.zero.stage_1_and_2.accumulators.device import DevicePartition
-from requestzero.zero.stage_1_and_2.accumulators.offload import OffloadAccumulator
+from requestzero.zero.stage_1_and_2.accumulators.offload_base import OffloadAccumulator
 from requestzero.zero.stage_1_and_2.bucket_runs import Run
 
 

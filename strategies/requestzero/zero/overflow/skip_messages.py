@@ -1,4 +1,4 @@
-"""The policy for updates that are not applied: log lines, and errors that end the run."""
+"""Messages about updates that are not applied: log lines, and errors that end the run on all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deepspeed import comm as dist
 
 from requestzero.errors import GradientOverflowError
 from requestzero.zero.common.window import DroppedRequest
-from requestzero.zero.overflow.history import SkippedUpdate, SkipRecord
+from requestzero.zero.overflow.skips import SkippedUpdate, SkipRecord
 
 logger = logging.getLogger("requestzero")
 

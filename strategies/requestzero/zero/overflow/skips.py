@@ -1,4 +1,4 @@
-"""The history of an engine's updates beside DeepSpeed's counters: skips, loss scales, dropped requests."""
+"""The record of an engine's updates beside DeepSpeed's counters: skips, loss scales, dropped requests."""
 
 from __future__ import annotations
 
