@@ -36,12 +36,13 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
 
     def __init__(self, *args: Any, window_options: WindowOptions | None = None, **kwargs: Any) -> None:
         # Before super(), whose constructor calls methods that are overridden here.
-        self.window = UpdateWindow()
-        self.scale = StepScale()
-        self.loss_scale_exhausted = False
+        self.window, self.scale, self.loss_scale_exhausted = UpdateWindow(), StepScale(), False
         self._parts: OptimizerParts | None = None
         super().__init__(*args, **kwargs)
-        parts = self._parts = build_parts(self, window_options or WindowOptions(), lambda: self.window.is_open)
+        self._own(build_parts(self, window_options or WindowOptions(), lambda: self.window.is_open))
+
+    def _own(self, parts: OptimizerParts) -> None:
+        self._parts = parts
         self.layout, self.ranks, self.sums, self.local = parts.layout, parts.ranks, parts.sums, parts.local
         self.reduction, self.divisor, self.norm = parts.reduction, parts.divisor, parts.norm
         self.origin, self.rollback = parts.origin, parts.rollback
