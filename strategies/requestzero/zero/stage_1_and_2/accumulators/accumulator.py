@@ -98,7 +98,7 @@ class Accumulator(ABC):
 
     @property
     def step_gradient(self) -> Any:
-        """The entry of DeepSpeed's ``averaged_gradients``; ``None`` without a sum, or where the step reads the host."""
+        """The entry of DeepSpeed's ``averaged_gradients``; ``None`` where the step reads the host."""
         return None
 
     @abstractmethod
