@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -168,11 +168,24 @@ def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> No
         except EOFError:
             return
         try:
-            with patch.dict(os.environ):  # Lightning, for one, takes WORLD_SIZE away when a run is over
+            with _nothing_left_behind():
                 pipe.send((True, function(*args, **kwargs)))
         except BaseException:
             with contextlib.suppress(OSError):  # the group has been stopped
                 pipe.send((False, traceback.format_exc()))
+
+
+@contextlib.contextmanager
+def _nothing_left_behind() -> Iterator[None]:
+    """Restore what libraries change in the process for good, since the next call builds another engine in it.
+
+    Lightning takes WORLD_SIZE out of the environment when a run is over. DeepSpeed's ZeRO-3 keeps a linear function of
+    its own in ``torch.nn.functional``, under which a layer's weight gets its gradient before the bias.
+    """
+    from torch.nn import functional
+
+    with patch.dict(os.environ), patch.object(functional, "linear", functional.linear):
+        yield
 
 
 def _join(rank: int, world_size: int, rendezvous: str) -> None:

@@ -48,3 +48,26 @@ def test_a_failing_rank_fails_the_test(group: RankGroup, how: str, message: str)
         group.run(misbehave, how, timeout=12)
     assert time.monotonic() - start < 60
     assert group.run(misbehave, "no") == [0, 1], "a new group starts by itself"
+
+
+def build_stage_3() -> bool:
+    """Build an engine of DeepSpeed's stage 3; return if it has replaced PyTorch's linear function."""
+    import deepspeed
+    import torch
+
+    linear = torch.nn.functional.linear
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)[0].destroy()
+    return torch.nn.functional.linear is not linear
+
+
+def linear_name() -> str:
+    import torch
+
+    return torch.nn.functional.linear.__name__
+
+
+def test_stage_3_leaves_nothing_behind(group: RankGroup) -> None:
+    before = group.run(linear_name)
+    assert group.run(build_stage_3) == [True, True]
+    assert group.run(linear_name) == before
