@@ -35,7 +35,7 @@ from requestzero.lightning.update_counts import UpdateCounts
 from requestzero.lightning.window_driver import WindowDriver
 
 if TYPE_CHECKING:
-    from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionTraffic
+    from requestzero.zero.common.partition_traffic import PartitionTraffic
 
 
 class RequestZeRO(EngineBuildingStrategy, NotesArguments):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from requestzero.zero.common.partition_traffic import PartitionTraffic
     from requestzero.zero.engine import RequestZeROEngine
-    from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionTraffic
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from requestzero.config.engine_options import EngineOptions
 from requestzero.rank_check.interface import Agreement
+from requestzero.zero.common.partition_traffic import PartitionTraffic
 from requestzero.zero.common.window import UpdateWindow
 from requestzero.zero.engine.deprecated_calls import ReadoutFloat, ReadoutInt
 from requestzero.zero.overflow import skip_messages
 from requestzero.zero.overflow.skips import SkippedUpdate, SkipRecord
-from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionTraffic
 from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
 
 

@@ -18,13 +18,13 @@ from typing_extensions import override
 from requestzero.config.normalization import check_normalization
 from requestzero.config.validation import check_weight
 from requestzero.zero.common import life_cycle
+from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.engine.announcements import AnnouncingEngine
 from requestzero.zero.engine.step_arguments import check_divisor
 from requestzero.zero.overflow import skip_messages
 from requestzero.zero.overflow.skips import SkipRecord
 from requestzero.zero.patch import patched
 from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
-from requestzero.zero.stage_1_and_2.optimizer_parts import WindowOptions
 
 _SKIPS_IN_CHECKPOINT = "requestzero_skips"
 

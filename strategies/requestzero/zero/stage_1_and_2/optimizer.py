@@ -13,9 +13,10 @@ from typing_extensions import override
 from requestzero.zero.common import life_cycle
 from requestzero.zero.common.scale import StepScale, unscale_and_clip
 from requestzero.zero.common.window import DroppedRequest, UpdateWindow
-from requestzero.zero.overflow.loss_scale import reduce_scale
+from requestzero.zero.common.window_options import WindowOptions
+from requestzero.zero.overflow import policy
 from requestzero.zero.stage_1_and_2 import model_weights
-from requestzero.zero.stage_1_and_2.optimizer_parts import OptimizerParts, WindowOptions, build_parts, is_muon_group
+from requestzero.zero.stage_1_and_2.optimizer_parts import OptimizerParts, build_parts, is_muon_group
 
 
 class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
@@ -187,12 +188,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
     @override
     def _update_scale(self, has_overflow: bool = False) -> None:
         """Also find the origin of an overflow, while the gradients are still there (collective then)."""
-        if has_overflow and self.origin is not None:
-            self.origin.find(self.window)
-        update = super()._update_scale
-        self.loss_scale_exhausted = has_overflow and reduce_scale(lambda: update(True))
-        if not has_overflow:
-            update(False)
+        policy.adjust_scale(self, has_overflow, super()._update_scale)
 
     # --- the end of a window ----------------------------------------------------------------------------------------
 
@@ -221,12 +217,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
 
     def check_request(self) -> DroppedRequest | None:
         """Undo the request that has just ended if the window's sum is not finite now (collective, one host read)."""
-        assert self.rollback is not None
-        self.sums.refresh_norms()
-        squares = self.norm.read_squares(self.window)
-        window = self.window
-        dropped = self.rollback.check_request(window, squares, self.discard_window)
-        self.window = window  # still the same window to who holds it
+        dropped = policy.check_request(self)
         self._expose_sums()
         return dropped
 

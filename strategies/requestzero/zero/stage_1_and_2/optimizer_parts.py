@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from requestzero.zero.common.divisor import StepDivisor
 from requestzero.zero.common.ranks import Ranks
 from requestzero.zero.common.step_norm import StepNorm
+from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow.origin import OverflowOrigin
 from requestzero.zero.overflow.rollback import RequestRollback
 from requestzero.zero.stage_1_and_2.accumulators.choice import SumOptions, choose_sums
@@ -24,20 +25,6 @@ from requestzero.zero.stage_1_and_2.bucket_collective import BucketCollective, R
 from requestzero.zero.stage_1_and_2.gradient_reduction import GradientReduction, ReductionSchedule
 from requestzero.zero.stage_1_and_2.layout import PartitionLayout
 from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
-
-
-@dataclass(frozen=True)
-class WindowOptions:
-    """The options of an engine that its optimizer carries out."""
-
-    retain: bool | str = False
-    """``retain_gpu_grad_partition_until_step``."""
-    records_origin: bool = False
-    """``on_overflow="raise"``."""
-    drops_requests: bool = False
-    """``on_overflow="drop_request"``."""
-    fills_absent: bool = False
-    """``rank_dependent_parameters``."""
 
 
 @dataclass(frozen=True)

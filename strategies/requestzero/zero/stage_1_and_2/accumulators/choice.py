@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 
+from requestzero.zero.common.partition_traffic import PartitionTraffic
 from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator, CountsInNorm
 from requestzero.zero.stage_1_and_2.accumulators.device import DeviceAccumulator
 from requestzero.zero.stage_1_and_2.accumulators.gradient_sums import GradientSums
 from requestzero.zero.stage_1_and_2.accumulators.host_copies import HostCopies
 from requestzero.zero.stage_1_and_2.accumulators.muon import MuonAccumulator, Updates
 from requestzero.zero.stage_1_and_2.accumulators.offload_host_gradient import HostGradientAccumulator
-from requestzero.zero.stage_1_and_2.accumulators.offload_partition import (
-    PartitionAccumulator,
-    PartitionTraffic,
-    PrefetchStream,
-)
+from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionAccumulator, PrefetchStream
 from requestzero.zero.stage_1_and_2.accumulators.retention import Retention
 from requestzero.zero.stage_1_and_2.layout import GroupLayout, Parameter
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from requestzero.zero.common.partition_traffic import PartitionTraffic
 from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator
 from requestzero.zero.stage_1_and_2.accumulators.host_copies import HostCopies
 from requestzero.zero.stage_1_and_2.accumulators.offload_host_gradient import HostGradientAccumulator
-from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionAccumulator, PartitionTraffic
+from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionAccumulator
 from requestzero.zero.stage_1_and_2.accumulators.retention import Retention
 from requestzero.zero.stage_1_and_2.bucket import Entry
 from requestzero.zero.stage_1_and_2.bucket_runs import Piece, runs_of

@@ -9,7 +9,6 @@ pinned, with its first bucket.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -17,30 +16,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
+from requestzero.zero.common.partition_traffic import PartitionTraffic
 from requestzero.zero.common.streams import has_streams
 from requestzero.zero.stage_1_and_2.accumulators.device import DevicePartition
 from requestzero.zero.stage_1_and_2.accumulators.offload_base import OffloadAccumulator
 from requestzero.zero.stage_1_and_2.bucket_runs import Run
-
-
-@dataclass
-class PartitionTraffic:
-    """Copies between gradient partitions and host gradients on this rank; one partition is one group's."""
-
-    publications: int = 0
-    """Partitions that were copied to the host gradient."""
-    published_bytes: int = 0
-    """Bytes of the host gradient that those copies wrote."""
-    restores: int = 0
-    """Partitions that were copied back, early or not."""
-    restored_bytes: int = 0
-    """Bytes of the host gradient that those copies read."""
-    early_restores: int = 0
-    """Those of :attr:`restores` that began before the first reduction of their request."""
-    kept: int = 0
-    """Partitions that stayed on the device at a request's end."""
-    released: int = 0
-    """Partitions that were freed at a request's end."""
 
 
 class PartitionState(Enum):
