@@ -58,8 +58,9 @@ typecheck: $(STAMP)  ## mypy
 wheel: $(STAMP)  ## dist/requestzero-*.whl
 	$(RUN) build --wheel --no-isolation --outdir dist .
 
-docs: $(STAMP)  ## rewrite the table of options in README.md
-	$(RUN) requestzero.config.reference_table README.md
+docs: $(STAMP)  ## the documentation into docs/_build/html; a warning or a link that leads nowhere is an error
+	$(RUN) sphinx -b html -W -n --keep-going -q docs docs/_build/html
+	@echo "Written: docs/_build/html/index.html"
 
 setup: $(STAMP)  ## create .venv only
 
@@ -71,5 +72,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:  ## remove what the targets made
-	rm -rf .venv dist build outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv dist build outputs docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The README's table of who divides by what: every row is run, on two ranks with losses of different weights."""
+"""The documentation's table of who divides by what: every row is run, on two ranks with losses of different weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from support.accelerate_state import fresh
+from support.documents import DOCS
 from support.engines import build, masters
 from support.models import OneWeight
-from support.paths import README
 from support.ranks import RankGroup
 from support.setup import Setup
 
@@ -25,8 +25,8 @@ TOTAL = 4.0  # 32 by 8 tokens
 
 def rows() -> list[str]:
     """First cells of the table."""
-    section = README.read_text(encoding="utf-8").split("## Who divides by what")[1].split("\n## ")[0]
-    _, *cells = re.findall(r"^\| (?!-)(.*?) \|", section, flags=re.MULTILINE)
+    page = (DOCS / "concepts/divisors.md").read_text(encoding="utf-8")
+    _, *cells = re.findall(r"^\| (?!-)(.*?) \|", page, flags=re.MULTILINE)
     return cells
 
 

@@ -82,11 +82,11 @@ def test_the_metadata_say_what_is_needed(wheel: zipfile.ZipFile) -> None:
     fields = metadata(wheel)
     assert fields["Requires-Python"] == ">=3.10"
     assert fields["License-Expression"] == "Apache-2.0"
-    assert set(fields.get_all("Provides-Extra", [])) == {"accelerate", "recipes", "cli", "probe", "dev"}
+    assert set(fields.get_all("Provides-Extra", [])) == {"accelerate", "recipes", "cli", "probe", "docs", "dev"}
     requirements = map(Requirement, fields.get_all("Requires-Dist", []))
     names = {item.name for item in requirements if "extra" not in str(item.marker)}
     assert {"accelerate", "deepspeed", "lightning", "omegaconf", "torch"} <= names
-    assert names.isdisjoint({"hydra-core", "jsonargparse", "matplotlib", "transformers"})
+    assert names.isdisjoint({"hydra-core", "jsonargparse", "matplotlib", "sphinx", "transformers"})
 
 
 def test_the_constraints_pin_every_requirement_within_its_range(wheel: zipfile.ZipFile) -> None:

@@ -6,6 +6,5 @@ from importlib.resources import files
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
 CONFIGS = Path(str(files("requestzero.configs")))
 ACCELERATE_CONFIGS = CONFIGS / "accelerate"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Requests:
     """Requests and windows for a loop that says itself where requests end, and steps when it wants.
 
-    From :meth:`RequestZeROPlugin.requests`.
+    From :meth:`~requestzero.RequestZeROPlugin.requests`.
 
     Either with blocks::
 

@@ -5,5 +5,5 @@
 - ``files``: reads a DeepSpeed config; ``merge`` puts several places together; ``nested`` looks keys up.
 - ``translation``: options as keys of a DeepSpeed config, and back; ``overflow`` and ``engine_options`` use it.
 - ``keys``, ``values``, ``own_keys``, ``supported``: checks of a DeepSpeed config; ``suggestion`` finds near names.
-- ``reference_table``: the README's table of options.
+- ``reference_table``: the reference's table of options.
 """

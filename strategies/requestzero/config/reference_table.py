@@ -1,23 +1,18 @@
 """The options of this package as a Markdown table, made from the classes that declare them.
 
-``python -m requestzero.config.reference_table`` prints it; given ``README.md``, it rewrites it there, between its two
-markers.
+``python -m requestzero.config.reference_table`` prints it; the documentation's page of options holds it.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from textwrap import dedent
 
 from requestzero.config.option_record import FrontEnd, Option, options_of
 from requestzero.config.options import OWNERS
 
-BEGIN = "<!-- options: begin (python -m requestzero.config.reference_table README.md) -->"
-END = "<!-- options: end -->"
 _COLUMNS = ("option", "default", "meaning", "front ends", "DeepSpeed key")
 
 
@@ -70,26 +65,10 @@ def _key(option: Option) -> str:
     return f"`{option.key}`" + (f", {stored}" if stored else "")
 
 
-def with_options_table(document: str) -> str:
-    """Return the document with the table between its markers.
-
-    Raises:
-        ValueError: it does not hold each marker once.
-    """
-    if document.count(BEGIN) != 1 or document.count(END) != 1:
-        raise ValueError(f"The document must hold each of these lines once: {BEGIN} and {END}")
-    before, rest = document.split(BEGIN)
-    return f"{before}{BEGIN}\n{options_table()}\n{END}{rest.split(END)[1]}"
-
-
-def main(arguments: list[str]) -> None:
-    """Print the table, or rewrite it in the files that are named."""
-    if not arguments:
-        print(options_table())
-    for name in arguments:
-        path = Path(name)
-        path.write_text(with_options_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+def main() -> None:
+    """Print the table."""
+    print(options_table())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

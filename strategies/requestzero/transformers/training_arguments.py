@@ -36,8 +36,8 @@ class RequestZeROTrainingArguments(TrainingArguments):
 
     Raises:
         ValueError: there is no DeepSpeed config, neither here nor from ``accelerate launch``; and as
-            :class:`RequestZeROPlugin` does.
-        FileNotFoundError, ImportError: see :class:`RequestZeROPlugin`.
+            :class:`~requestzero.RequestZeROPlugin` does.
+        FileNotFoundError, ImportError: see :class:`~requestzero.RequestZeROPlugin`.
     """
 
     @override
