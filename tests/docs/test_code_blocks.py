@@ -8,8 +8,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from support.accelerate_state import fresh
 from support.documents import PAGES, Block, blocks_of, python_blocks
@@ -49,8 +51,9 @@ def last_line(block: Block, folder: Path) -> str:
 
 
 def run_here(code: str) -> None:
-    """Run the code on a rank, in an empty folder."""
-    with tempfile.TemporaryDirectory() as folder, fresh():
+    """Run the code on a rank, in an empty folder. The ranks stay joined after it."""
+    keep_joined = patch.object(torch.distributed, "destroy_process_group")
+    with tempfile.TemporaryDirectory() as folder, fresh(), keep_joined:
         before = os.getcwd()
         os.chdir(folder)
         try:
