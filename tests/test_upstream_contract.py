@@ -2,7 +2,8 @@
 
 After an upgrade of DeepSpeed, Lightning, Accelerate or Transformers a failure here names what to read again. To accept
 a new source, run ``python tests/test_upstream_contract.py`` and commit the new ``upstream_contract.json`` with the
-reading done. It prints how many entries each of the four has.
+reading done. It prints how many entries each of the four has. Then run ``python tests/matrix/record.py``, which writes
+down the entries of DeepSpeed for the check at the first use.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pkgutil import walk_packages
 
 import pytest
 
+from requestzero.environment.proved_sources import proved_sources
 from support.deepspeed_stubs import entries
 from support.upstream_source import find, read
 
@@ -179,6 +181,11 @@ def test_pinned_sources_are_unchanged() -> None:
     assert sorted(now) == sorted(pinned), "overridden or relied-on methods and their pins differ"
     changed = [f"{name}: {now[name]}" for name in now if now[name] != pinned[name]]
     assert not changed, "upstream has changed; read it again:\n" + "\n".join(changed)
+
+
+def test_the_package_knows_these_definitions_of_deepspeed() -> None:
+    pinned = [name for name in json.loads(PINS.read_text()) if name.split(":")[0].split(".")[0] == "deepspeed"]
+    assert sorted(proved_sources().definitions) == sorted(pinned), "run: python tests/matrix/record.py"
 
 
 @pytest.mark.parametrize("name", ["independent_gradient_partition_epilogue", "process_gradients", "step"])

@@ -13,7 +13,8 @@ import pytest
 from requestzero.doctor import config_file, cpu_adam, requirements
 from requestzero.doctor.__main__ import main
 from requestzero.doctor.stock_losses import Loss, stock_run
-from support.installed import pretend_installed
+from requestzero.environment.versions import proved_range
+from support.installed import CHANGED_STEP, pretend_deepspeed, pretend_installed
 from support.paths import ROOT
 
 LOSING = {"zero_optimization": {"stage": 2}}
@@ -41,8 +42,9 @@ def test_this_installation_is_supported(capsys: pytest.CaptureFixture[str]) -> N
     assert found["versions"]["deepspeed"] == {
         "name": "deepspeed",
         "installed": "0.19.8",
-        "supported": "==0.19.8",
+        "supported": proved_range(),
         "optional": False,
+        "proved": True,
         "ok": True,
     }
     assert found["machine"]["backend"] in ("gloo", "nccl")
@@ -50,7 +52,7 @@ def test_this_installation_is_supported(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [("deepspeed", "0.19.9"), ("deepspeed", None), ("torch", "2.8.0"), ("transformers", "4.57.1")],
+    [("deepspeed", None), ("torch", "2.8.0"), ("transformers", "4.57.1")],
 )
 def test_an_unsupported_version_is_status_4(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, version: str | None
@@ -58,6 +60,15 @@ def test_an_unsupported_version_is_status_4(
     pretend_installed(monkeypatch, name, version)
     found = report(capsys)
     assert (found["status"], found["versions"][name]["ok"]) == (4, False)
+
+
+def test_a_deepspeed_that_was_not_proved_is_status_4(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its number is one of the range."""
+    pretend_deepspeed(monkeypatch, tmp_path, CHANGED_STEP)
+    found = report(capsys)
+    assert (found["status"], found["versions"]["deepspeed"]["proved"]) == (4, False)
 
 
 def test_what_only_an_extra_needs_may_be_missing(
@@ -148,7 +159,7 @@ def test_what_is_not_known_is_status_4(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_rules_are_those_of_one_version(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pretend_installed(monkeypatch, "deepspeed", "0.19.7")
+    pretend_deepspeed(monkeypatch, tmp_path / "deepspeed", CHANGED_STEP)
     found = report(capsys, written(tmp_path, LOSING))
     assert (found["status"], found["config"]["losses"]) == (4, None)
 
@@ -207,5 +218,9 @@ def test_the_report_as_text(
     )
     assert main([written(tmp_path, LOSING)]) == 3
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("0.19.8 (supported: ==0.19.8)", "Only the window's last request is applied", "takes this config"):
+    for part in (
+        f"0.19.8 (supported: {proved_range()})",
+        "Only the window's last request is applied",
+        "takes this config",
+    ):
         assert part in text

@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from requestzero.environment.machine import installed_versions
+from requestzero.environment.versions import deepspeed_is_proved, proved_range
 
 DISTRIBUTION = "requestzero"
 PYTHON = "Python"
@@ -22,15 +23,19 @@ class Finding:
     installed: str | None
     """``None`` if it is not installed."""
     supported: str
-    """The supported range, in pip's notation."""
+    """The supported range, in pip's notation; of DeepSpeed the releases that were proved."""
     optional: bool
     """True if only an extra needs it."""
+    proved: bool | None = None
+    """DeepSpeed: whether the sources that are relied on are as they were proved, which counts instead of the number."""
 
     @property
     def ok(self) -> bool:
         if self.installed is None:
             return self.optional
-        # By public version, as ``requestzero.environment.versions`` does: a local build tag does not change the source.
+        if self.proved is not None:
+            return self.proved
+        # By public version: a local build tag does not change the source.
         return SpecifierSet(self.supported).contains(self.installed.split("+")[0], prereleases=True)
 
 
@@ -57,4 +62,6 @@ def check_versions() -> list[Finding]:
 def _finding(name: str, version: str | None, requirements: list[Requirement]) -> Finding:
     ours = [requirement for requirement in requirements if requirement.name == name]
     ranges = sorted({str(requirement.specifier) for requirement in ours})
+    if name == "deepspeed":
+        return Finding(name, version, proved_range(), optional=False, proved=deepspeed_is_proved())
     return Finding(name, version, ",".join(ranges), optional=all(each.marker is not None for each in ours))

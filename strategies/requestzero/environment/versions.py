@@ -1,30 +1,87 @@
-"""The supported versions of DeepSpeed."""
+"""The gate: whether the installed DeepSpeed is one that this package was proved with."""
 
 from __future__ import annotations
 
+import os
+import warnings
+from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 from requestzero._version import __version__
+from requestzero.environment.proved_sources import differences, proved_sources
 
-# The optimizer and the engine are subclasses of DeepSpeed's: they depend on the bodies of the methods that
-# they override, so every DeepSpeed release has to be read (tests/test_upstream_contract.py) before it is added.
-SUPPORTED_DEEPSPEED = "==0.19.8"
+UNPROVED = "REQUESTZERO_UNPROVED_DEEPSPEED"
+"""Environment variable: ``1`` lets a DeepSpeed run that was not proved."""
+
+_NAMED = 8
+"""Most definitions that a message names."""
 
 
 def require_supported_deepspeed() -> None:
-    """Raise ImportError unless the installed DeepSpeed is supported."""
-    from packaging.specifiers import SpecifierSet
+    """Raise ImportError unless what is relied on is in the installed DeepSpeed as it was proved.
 
-    remedy = f'pip install "deepspeed{SUPPORTED_DEEPSPEED}"'
-    try:
-        found = metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
+    The optimizer and the engine are subclasses of DeepSpeed's and depend on the bodies of the methods that they
+    override: what counts is the source of these and not the number of the version. With the environment variable
+    :data:`UNPROVED` at ``1`` there is a warning instead, one in each process group.
+    """
+    package = deepspeed_folder()
+    if package is None:
+        raise ImportError(f"requestzero {__version__} needs DeepSpeed, and none is installed. Run: {pip_line()}")
+    different = differences(package)
+    if different and os.environ.get(UNPROVED) == "1":
+        _warn(_finding(package, different))
+    elif different:
         raise ImportError(
-            f"requestzero {__version__} needs DeepSpeed {SUPPORTED_DEEPSPEED}, and none is installed. Run: {remedy}"
-        ) from None
-    # Compared by public version: a local build tag ("0.19.8+cu128") does not change the source.
-    if not SpecifierSet(SUPPORTED_DEEPSPEED).contains(found.split("+")[0], prereleases=True):
-        raise ImportError(
-            f"requestzero {__version__} supports DeepSpeed {SUPPORTED_DEEPSPEED}, but {found} is installed. Run: "
-            f"{remedy}"
+            f"{_finding(package, different)} Run: {pip_line()}\n"
+            "Or test the installed version on this machine: python -m requestzero.doctor --verify. "
+            f"{UNPROVED}=1 lets it run, with a warning."
         )
+
+
+def deepspeed_is_proved() -> bool:
+    """Return whether a DeepSpeed is installed, with what is relied on as it was proved."""
+    package = deepspeed_folder()
+    return package is not None and not differences(package)
+
+
+def deepspeed_folder() -> Path | None:
+    """Return the folder of the installed package, which is not imported; ``None`` without one."""
+    spec = find_spec("deepspeed")
+    places = spec.submodule_search_locations if spec is not None else None
+    return Path(places[0]) if places else None
+
+
+def pip_line() -> str:
+    """Return the command that installs the newest release that was proved."""
+    return f'pip install "deepspeed=={proved_sources().versions[-1]}"'
+
+
+def proved_range() -> str:
+    """Return the releases that were proved, in words."""
+    *others, last = proved_sources().versions
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _finding(package: Path, different: tuple[str, ...]) -> str:
+    named = ", ".join(name.replace(":", ".") for name in different[:_NAMED])
+    more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
+    return (
+        f"requestzero {__version__} was proved with DeepSpeed {proved_range()}. In the installed {_version()} "
+        f"({package}) {len(different)} of the {len(proved_sources().definitions)} definitions that it relies on "
+        f"differ: {named}{more}."
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        return "DeepSpeed without metadata"
+
+
+@cache
+def _warn(message: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        warnings.warn(f"{message} It runs since {UNPROVED}=1.", stacklevel=3)

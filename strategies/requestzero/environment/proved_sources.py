@@ -1,0 +1,77 @@
+"""The sources of DeepSpeed that this package was proved with, and how an installed one differs from them.
+
+``proved_deepspeed.json`` has, for every definition of DeepSpeed that is overridden or relied on, the fingerprints of
+the variants that were proved, and the releases that have each. An installed DeepSpeed whose definitions are all among
+them is as good as these releases, whatever its number. ``tests/matrix/record.py`` writes the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+
+from requestzero.environment.definitions import Source
+
+RECORD = Path(__file__).with_name("proved_deepspeed.json")
+ABSENT = "absent"
+"""In the place of a fingerprint: the definition does not exist, and is not needed."""
+
+
+@dataclass(frozen=True)
+class ProvedSources:
+    """The record."""
+
+    versions: list[str]
+    """Releases that were proved, oldest first."""
+    modules: dict[str, list[str]]
+    """Hashes of whole files in these releases, by module: equal files need not be read."""
+    definitions: dict[str, dict[str, list[str]]]
+    """Releases by fingerprint, by definition: ``"module:Class.method"``. A property's accessors are parts of it."""
+
+
+@cache
+def proved_sources() -> ProvedSources:
+    """Return the record of this installation."""
+    return ProvedSources(**json.loads(RECORD.read_text(encoding="utf-8")))
+
+
+@cache
+def differences(package: Path) -> tuple[str, ...]:
+    """Return the definitions of the DeepSpeed in the folder ``package`` that are none of their proved variants.
+
+    Whole files are compared first, which takes a few milliseconds; only what is in other files is parsed.
+    """
+    proved = proved_sources()
+    changed = {module for module, hashes in proved.modules.items() if file_hash(path_of(package, module)) not in hashes}
+    suspect = [name for name in proved.definitions if name.partition(":")[0] in changed]
+    found = fingerprints(package, suspect)
+    return tuple(name for name in suspect if found[name] not in proved.definitions[name])
+
+
+def fingerprints(package: Path, names: list[str]) -> Mapping[str, str]:
+    """Return the fingerprint of each definition in the DeepSpeed in the folder ``package``, or :data:`ABSENT`."""
+    return dict(_fingerprints(package, names))
+
+
+def _fingerprints(package: Path, names: list[str]) -> Iterator[tuple[str, str]]:
+    for module, inside in groupby(sorted(names), key=lambda name: name.partition(":")[0]):
+        path = path_of(package, module)
+        source = Source(path.read_text(encoding="utf-8") if path.exists() else "")
+        for name in inside:
+            yield name, "+".join(each.fingerprint for each in source.find(name.partition(":")[2]).values()) or ABSENT
+
+
+def path_of(package: Path, module: str) -> Path:
+    """Return the file of a module of the package in the folder ``package``."""
+    inside = package.joinpath(*module.split(".")[1:])
+    return inside / "__init__.py" if inside.is_dir() else inside.with_suffix(".py")
+
+
+def file_hash(path: Path) -> str:
+    """Return the hash of a file, ``ABSENT`` without one."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else ABSENT
