@@ -11,7 +11,7 @@ from requestzero.rank_check.agreement import RankAgreement
 
 
 class WatchedCommunication:
-    """``deepspeed.comm`` with a watched ``all_reduce`` and ``reduce`` of CPU tensors, for one optimizer.
+    """``deepspeed.comm`` with watched reductions of CPU tensors, for one optimizer.
 
     A wait for gloo cannot be interrupted, but it can be made in pieces. On other devices a reduction is queued, and the
     host does not wait here.
@@ -30,6 +30,18 @@ class WatchedCommunication:
     def reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run ``deepspeed.comm.reduce`` (collective)."""
         return self._run(dist.reduce, tensor, *args, **kwargs)
+
+    def all_to_all_single(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run ``deepspeed.comm.all_to_all_single`` (collective)."""
+        return self._run(dist.all_to_all_single, output, *args, **kwargs)
+
+    def reduce_scatter(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run ``deepspeed.comm.reduce_scatter`` (collective)."""
+        return self._run(dist.reduce_scatter, output, *args, **kwargs)
+
+    def reduce_scatter_tensor(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run ``deepspeed.comm.reduce_scatter_tensor`` (collective)."""
+        return self._run(dist.reduce_scatter_tensor, output, *args, **kwargs)
 
     def _run(self, collective: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.device.type != "cpu" or kwargs.get("async_op"):

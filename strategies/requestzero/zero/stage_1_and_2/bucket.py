@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from requestzero.zero.common.streams import current_stream, has_streams, keep_alive, record_event
+from requestzero.zero.stage_1_and_2.layout import Share
+from requestzero.zero.stage_1_and_2.scatter_plan import Part
 
 
-class Entry(NamedTuple):
-    """One parameter's gradient in a bucket; positions and sizes in elements."""
+class Contents(NamedTuple):
+    """What a bucket holds."""
 
-    param_id: int
-    group_idx: int
-    start: int
-    numel: int
+    flat: torch.Tensor
+    """The gathered gradients, in the bucket's dtype."""
+    parts: list[Part]
+    """Where each of them lies."""
 
 
 class Bucket:
     """Gradients of one communication dtype.
 
     Where reduction begins when all gradients are there (stage 1 without ``overlap_comm``) they are gathered by one
-    concatenation, into memory of just their size. Otherwise each is copied when it comes, so that its own memory is
-    free again; with ``overlap_comm`` into two buffers in turn, of which one is filled while the other is reduced.
+    concatenation, in the order of their owners, into memory of just their size. Otherwise each is copied when it comes,
+    so that its own memory is free again; with ``overlap_comm`` into two buffers in turn, of which one is filled while
+    the other is reduced. A backward brings the last parameters first: a buffer is filled from its end, so that it has
+    the order of the partitions in the end.
 
     Args:
         comm_dtype: dtype of the reduction.
@@ -31,12 +36,22 @@ class Bucket:
         capacity: most elements of a reduction. A gradient that is larger is reduced by itself.
         buffers: 0 to concatenate, 1 or 2 to copy on arrival.
         total: elements of all parameters, at which a buffer need be no larger.
+        shares: all ranks' parts of each parameter, by parameter id.
     """
 
-    def __init__(self, comm_dtype: torch.dtype, dtype: torch.dtype, capacity: int, buffers: int, total: int) -> None:
+    def __init__(
+        self,
+        comm_dtype: torch.dtype,
+        dtype: torch.dtype,
+        capacity: int,
+        buffers: int,
+        total: int,
+        shares: Mapping[int, Sequence[Share]],
+    ) -> None:
         self.comm_dtype, self.dtype, self.capacity = comm_dtype, dtype, capacity
-        self.entries: list[Entry] = []
         self.elements = 0
+        self._shares = shares
+        self._parts: list[Part] = []  # their starts count from the end of the buffer, or are not known yet
         self._pending: list[torch.Tensor] = []
         self._buffer_count, self._buffer_numel = buffers, min(capacity, total)
         self._buffers: list[torch.Tensor] = []
@@ -45,6 +60,11 @@ class Bucket:
         # Streams that have filled the current buffer, and the event behind what has used each buffer last.
         self._producers: set[Any] = set()
         self._used: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def param_ids(self) -> tuple[int, ...]:
+        """Parameters whose gradients are in the bucket, in the order in which they have come."""
+        return tuple(part.param_id for part in self._parts)
 
     def has_room_for(self, numel: int) -> bool:
         """Return whether a gradient fits in beside what is there."""
@@ -57,8 +77,8 @@ class Bucket:
             return
         if not self._buffer_count:
             self._pending.append(flat)
-        self.entries.append(Entry(param_id, group_idx, self.elements, flat.numel()))
         self.elements += flat.numel()
+        self._parts.append(Part(param_id, group_idx, 0, -self.elements, flat.numel()))
 
     def _copy(self, param_id: int, flat: torch.Tensor) -> bool:
         """Copy a gradient into the buffer; return whether it was added to one of the same parameter.
@@ -73,8 +93,8 @@ class Bucket:
         if start is not None:
             buffer.narrow(0, start, flat.numel()).add_(flat)
             return True
-        self._start_of[param_id] = self.elements
-        buffer.narrow(0, self.elements, flat.numel()).copy_(flat)
+        start = self._start_of[param_id] = self._buffer_numel - self.elements - flat.numel()
+        buffer.narrow(0, start, flat.numel()).copy_(flat)
         return False
 
     def _allocate(self, device: torch.device) -> None:
@@ -94,35 +114,49 @@ class Bucket:
         if using != stream:
             stream.wait_event(event)
 
-    def contents(self, stream: Any) -> torch.Tensor:
-        """Return the gathered gradients, flat, of :attr:`dtype`, for use on ``stream``, the current one."""
+    def contents(self, stream: Any) -> Contents:
+        """Return what the bucket holds, for use on ``stream``, the current one."""
         for producer in self._producers - {stream}:
             stream.wait_stream(producer)
-        if self._buffer_count:
-            buffer = self._buffers[self._index]
-            keep_alive(buffer, stream)
-            return buffer.narrow(0, 0, self.elements)
-        for gradient in self._pending:
+        if not self._buffer_count:
+            return self._concatenated(stream)
+        buffer = self._buffers[self._index]
+        keep_alive(buffer, stream)
+        parts = [part._replace(start=part.start + self.elements) for part in self._parts]
+        return Contents(buffer.narrow(0, self._buffer_numel - self.elements, self.elements), parts)
+
+    def _concatenated(self, stream: Any) -> Contents:
+        owned: list[tuple[int, Part, torch.Tensor]] = []
+        for part, gradient in zip(self._parts, self._pending, strict=True):
             keep_alive(gradient, stream)
+            shares = self._shares[part.param_id]
+            cuts = [gradient] if len(shares) == 1 else gradient.split([share.numel for share in shares])
+            for share, cut in zip(shares, cuts, strict=True):
+                owned.append((share.rank, part._replace(first=share.start, numel=share.numel), cut))
+        owned.sort(key=lambda each: (each[0], each[1].group_idx))
+        start, parts = 0, []
+        for _, part, _ in owned:
+            parts.append(part._replace(start=start))
+            start += part.numel
         # First concatenated, then converted: several times faster than a concatenation that converts.
-        return torch.cat(self._pending).to(self.dtype)
+        return Contents(torch.cat([cut for *_, cut in owned]).to(self.dtype), parts)
 
     def clear(self, stream: Any) -> None:
         """Empty the bucket, whose contents have been used on ``stream``, the current one."""
         if self._buffer_count:
             self._used[self._index] = stream, record_event()
             self._index = (self._index + 1) % self._buffer_count
-        self._drop_entries()
+        self._drop_contents()
 
     def release(self) -> None:
-        """Drop the entries and the buffers."""
-        self._drop_entries()
+        """Drop the contents and the buffers."""
+        self._drop_contents()
         self._buffers.clear()
         self._used.clear()
         self._index = 0
 
-    def _drop_entries(self) -> None:
-        self.entries.clear()
+    def _drop_contents(self) -> None:
+        self._parts.clear()
         self._pending.clear()
         self._start_of.clear()
         self._producers.clear()

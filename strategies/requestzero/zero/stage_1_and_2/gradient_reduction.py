@@ -11,10 +11,11 @@ from deepspeed.accelerator import get_accelerator
 
 from requestzero.zero.common.ranks import Ranks
 from requestzero.zero.common.streams import current_stream, has_streams, keep_alive
-from requestzero.zero.stage_1_and_2.bucket import Bucket, Entry
-from requestzero.zero.stage_1_and_2.bucket_collective import BucketCollective
+from requestzero.zero.stage_1_and_2.bucket import Bucket, Contents
+from requestzero.zero.stage_1_and_2.bucket_collective import BucketCollective, Reduced
 from requestzero.zero.stage_1_and_2.layout import Parameter, PartitionLayout
 from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
+from requestzero.zero.stage_1_and_2.scatter_plan import Part
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class ReductionSchedule:
 Observer = Callable[[int, Parameter, torch.Tensor], None]
 """Sees a gradient that goes into a bucket, and may change it in place: parameter id, parameter, gradient."""
 
-Accumulate = Callable[[list[Entry], torch.Tensor, torch.dtype, bool], None]
-"""Adds a reduced bucket to the window's sum: its entries, values, the bucket's dtype, whether the request ends."""
+Accumulate = Callable[[Reduced, torch.dtype, bool], None]
+"""Adds reduced gradients to the window's sum: with the bucket's dtype, and whether the request ends."""
 
 
 class GradientReduction:
@@ -114,7 +115,7 @@ class GradientReduction:
 
     def _send_all(self) -> None:
         self._begin()
-        for param in self._layout.params:
+        for param in self._layout.evenly:
             if self._schedule.fills_absent and self._local.is_absent(param):
                 self._local.put_zeros(param)
             self._send(param)
@@ -144,12 +145,12 @@ class GradientReduction:
 
     def _reduce_bucket(self, bucket: Bucket, following: int | None = None) -> None:
         """Reduce a bucket, unless it is empty; ``following`` is the parameter that has found no room in it."""
-        if not bucket.entries:
+        if not bucket.param_ids:
             return
-        self._ranks.agreement.before_reduction(tuple(entry.param_id for entry in bucket.entries), following)
+        self._ranks.agreement.before_reduction(bucket.param_ids, following)
         stream = self._stream or current_stream()
         with get_accelerator().stream(stream):
-            self._reduce(bucket.entries, bucket.contents(stream), bucket.comm_dtype)
+            self._reduce(bucket.contents(stream), bucket.comm_dtype)
             bucket.clear(stream)
 
     def _reduce_alone(self, param_id: int, gradient: torch.Tensor, bucket: Bucket) -> None:
@@ -163,13 +164,13 @@ class GradientReduction:
             # A copy: autograd hands out gradients that share memory, and this one is changed in place.
             flat = gradient.detach().to(bucket.dtype, copy=True, memory_format=torch.contiguous_format).view(-1)
             keep_alive(gradient, stream)
-            entry = Entry(param_id, self._layout.group_of[param_id], 0, flat.numel())
-            self._reduce([entry], flat, bucket.comm_dtype)
+            part = Part(param_id, self._layout.group_of[param_id], 0, 0, flat.numel())
+            self._reduce(Contents(flat, [part]), bucket.comm_dtype)
 
     @torch.no_grad()  # a backward with create_graph=True runs its hooks with gradients enabled
-    def _reduce(self, entries: list[Entry], flat: torch.Tensor, comm_dtype: torch.dtype) -> None:
-        reduced = self._reduction.reduce(flat, entries, comm_dtype)
-        self._accumulate(entries, reduced, flat.dtype, self._request_ends())
+    def _reduce(self, contents: Contents, comm_dtype: torch.dtype) -> None:
+        for reduced in self._reduction.reduce(contents.flat, contents.parts, comm_dtype):
+            self._accumulate(reduced, contents.flat.dtype, self._request_ends())
 
     def _finish(self) -> None:
         for bucket in self._buckets.values():

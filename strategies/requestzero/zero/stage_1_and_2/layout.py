@@ -72,6 +72,8 @@ class PartitionLayout:
         self.group_of: list[int] = [index for index, group in enumerate(optimizer.bit16_groups) for _ in group]
         """Index of the parameter's group, by parameter id."""
         self.groups = [self._lay_out(optimizer, index) for index in range(len(optimizer.bit16_groups))]
+        self.evenly: list[Parameter] = [self.params[param_id] for param_id in _evenly(self.groups)]
+        """In an order in which any stretch of neighbours belongs to all ranks in about equal parts."""
 
     def id_of(self, param: Parameter) -> int:
         """Return the id of a parameter that the optimizer updates."""
@@ -95,6 +97,19 @@ class PartitionLayout:
                 if share.rank == rank:
                     owned[param_id] = Place(share.start, int(offset) + share.start - rank * size, share.numel)
         return GroupLayout(index, size, optimizer.real_dp_process_group[index], owned, shares)
+
+
+def _evenly(groups: Sequence[GroupLayout]) -> list[int]:
+    """Order the ids of parameters that have elements by how far they are from the beginning of a partition."""
+    distance: dict[int, float] = {}
+    for group in groups:
+        ends = dict.fromkeys(range(dist.get_world_size(group=group.process_group)), 0)
+        for param_id, shares in group.shares.items():
+            rank = shares[0].rank
+            distance[param_id] = ends[rank] / group.partition_size
+            for share in shares:
+                ends[share.rank] += share.numel
+    return sorted(distance, key=distance.__getitem__)
 
 
 def _shares(offset: int, numel: int, partition_size: int) -> list[Share]:

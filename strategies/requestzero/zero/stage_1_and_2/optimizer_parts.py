@@ -203,7 +203,8 @@ def _buckets(
     dtype, capacity = _bucket_dtype(optimizer), int(optimizer.reduce_bucket_size)
     comm_dtypes = {optimizer.get_param_comm_dtype(param) for param in layout.params}
     total = sum(param.numel() for param in layout.params)
-    return {each: Bucket(each, dtype, capacity, buffers, total) for each in sorted(comm_dtypes, key=str)}
+    shares = {param_id: shares for group in layout.groups for param_id, shares in group.shares.items()}
+    return {each: Bucket(each, dtype, capacity, buffers, total, shares) for each in sorted(comm_dtypes, key=str)}
 
 
 def _expert_norms(optimizer: DeepSpeedZeroOptimizer) -> Callable[[list[torch.Tensor]], None]:

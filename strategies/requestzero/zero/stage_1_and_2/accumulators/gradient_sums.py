@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,8 +12,9 @@ from requestzero.zero.stage_1_and_2.accumulators.host_copies import HostCopies
 from requestzero.zero.stage_1_and_2.accumulators.offload_host_gradient import HostGradientAccumulator
 from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionAccumulator
 from requestzero.zero.stage_1_and_2.accumulators.retention import Retention
-from requestzero.zero.stage_1_and_2.bucket import Entry
+from requestzero.zero.stage_1_and_2.bucket_collective import Reduced
 from requestzero.zero.stage_1_and_2.bucket_runs import Piece, runs_of
+from requestzero.zero.stage_1_and_2.scatter_plan import Part
 
 
 class GradientSums:
@@ -53,30 +54,28 @@ class GradientSums:
         """Wait for the copies of earlier backwards, once per backward instead of once per parameter."""
         self._copies.wait()
 
-    def add(self, entries: Sequence[Entry], reduced: torch.Tensor, dtype: torch.dtype, request_ends: bool) -> None:
-        """Add what this rank owns of a reduced bucket.
+    def add(self, reduced: Reduced, dtype: torch.dtype, request_ends: bool) -> None:
+        """Add what this rank owns of reduced gradients.
 
         Args:
-            entries: the gradients in the bucket.
-            reduced: their values, flat, in the dtype of the reduction.
+            reduced: in the dtype of the reduction.
             dtype: of the bucket; a sum of the same dtype adds values that are rounded to it first, as DeepSpeed does.
             request_ends: with this backward.
         """
-        for run in runs_of(reduced, list(self._owned(entries))):
+        for run in runs_of(reduced.values, list(self._owned(reduced.parts))):
             accumulator = self.accumulators[run.group_idx]
-            if reduced.dtype != dtype == accumulator.dtype:
+            if reduced.values.dtype != dtype == accumulator.dtype:
                 run = run.in_dtype(dtype)
             accumulator.add(run, request_ends)
 
-    def _owned(self, entries: Sequence[Entry]) -> list[Piece]:
-        pieces = []
-        for param_id, group_idx, start, _ in entries:
-            accumulator = self.accumulators[group_idx]
-            place = accumulator.places.get(param_id)
-            if place is not None:
-                begun = accumulator.has_begun(param_id)
-                pieces.append(Piece(param_id, group_idx, place.offset, start + place.start, place.numel, begun))
-        return pieces
+    def _owned(self, parts: Sequence[Part]) -> Iterator[Piece]:
+        for part in parts:
+            accumulator = self.accumulators[part.group_idx]
+            place = accumulator.places.get(part.param_id)
+            cut = None if place is None else part.cut(place.start, place.numel)
+            if place is not None and cut is not None:
+                offset, begun = place.offset + cut.first - place.start, accumulator.has_begun(part.param_id)
+                yield Piece(part.param_id, part.group_idx, offset, cut.start, cut.numel, begun)
 
     def end_backward(self) -> None:
         """Note the bytes on the accelerator, which are most before a release."""
