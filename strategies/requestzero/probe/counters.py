@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -91,6 +91,45 @@ class Operators(TorchDispatchMode):
         return Counter(
             {"operators": self.total, "reads": self.host_reads, "host copies": self.copies_into_destinations}
         )
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives, and the bytes of the tensors handed to them, by the names of :attr:`NAMES`.
+
+    Bytes are those of the whole tensor: the input of reductions and exchanges, the output of gathers.
+
+    Args:
+        smallest: collectives of fewer bytes are left out, such as norms and flags.
+    """
+
+    NAMES: ClassVar[dict[str, tuple[str, int]]] = {
+        "allreduce_": ("all-reduce", 0),
+        "allreduce_coalesced_": ("all-reduce", 0),
+        "reduce_": ("reduce", 0),
+        "broadcast_": ("broadcast", 0),
+        "alltoall_base_": ("all-to-all", 1),
+        "reduce_scatter_": ("reduce-scatter", 1),
+        "_reduce_scatter_base_": ("reduce-scatter", 1),
+        "allgather_": ("all-gather", 0),
+        "_allgather_base_": ("all-gather", 0),
+    }
+    """Operator of ``torch.distributed`` -> name, and the argument that holds the whole tensor."""
+
+    def __init__(self, smallest: int = 0) -> None:
+        super().__init__()
+        self.smallest = smallest
+        self.counts: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        library, _, operator = str(func.overloadpacket).partition(".")
+        if library == "c10d" and operator in self.NAMES:
+            name, position = self.NAMES[operator]
+            size = sum(_bytes(each) for each in tree_leaves(args[position]) if isinstance(each, torch.Tensor))
+            if size >= self.smallest:
+                self.counts[name] += 1
+                self.bytes[name] += size
+        return func(*args, **(kwargs or {}))
 
 
 class Allocations(TorchDispatchMode):

@@ -36,7 +36,7 @@ class Bucket:
         capacity: most elements of a reduction. A gradient that is larger is reduced by itself.
         buffers: 0 to concatenate, 1 or 2 to copy on arrival.
         total: elements of all parameters, at which a buffer need be no larger.
-        shares: all ranks' parts of each parameter, by parameter id.
+        shares: all ranks' parts of each parameter, by parameter id; one rank owns what is not among them.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Bucket:
         capacity: int,
         buffers: int,
         total: int,
-        shares: Mapping[int, Sequence[Share]],
+        shares: Mapping[int, Sequence[Share]] | None = None,
     ) -> None:
         self.comm_dtype, self.dtype, self.capacity = comm_dtype, dtype, capacity
         self.elements = 0
-        self._shares = shares
+        self._shares = shares or {}
         self._parts: list[Part] = []  # their starts count from the end of the buffer, or are not known yet
         self._pending: list[torch.Tensor] = []
         self._buffer_count, self._buffer_numel = buffers, min(capacity, total)
@@ -129,7 +129,7 @@ class Bucket:
         owned: list[tuple[int, Part, torch.Tensor]] = []
         for part, gradient in zip(self._parts, self._pending, strict=True):
             keep_alive(gradient, stream)
-            shares = self._shares[part.param_id]
+            shares = self._shares.get(part.param_id, [Share(0, 0, part.numel)])
             cuts = [gradient] if len(shares) == 1 else gradient.split([share.numel for share in shares])
             for share, cut in zip(shares, cuts, strict=True):
                 owned.append((share.rank, part._replace(first=share.start, numel=share.numel), cut))

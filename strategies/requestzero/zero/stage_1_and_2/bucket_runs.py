@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from requestzero.zero.stage_1_and_2.scatter_plan import stretch
+
 
 class Piece(NamedTuple):
     """The owned part of one parameter's gradient; positions and sizes in elements."""
@@ -62,7 +64,7 @@ class Run:
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the run's stretch of the flat sum, as a view."""
-        return flat.narrow(0, self.pieces[0].offset, self.values.numel())
+        return stretch(flat, self.pieces[0].offset, self.values.numel())
 
 
 def runs_of(bucket: torch.Tensor, pieces: list[Piece]) -> Iterator[Run]:
@@ -70,7 +72,7 @@ def runs_of(bucket: torch.Tensor, pieces: list[Piece]) -> Iterator[Run]:
     views: dict[int, torch.Tensor] = {}
     for run in _neighbours(pieces):
         if all(after.start == before.start + before.numel for before, after in pairwise(run)):
-            values = bucket.narrow(0, run[0].start, sum(piece.numel for piece in run))
+            values = stretch(bucket, run[0].start, sum(piece.numel for piece in run))
         else:
             views = views or _views(bucket, pieces)
             values = torch.cat([views[piece.start] for piece in run])

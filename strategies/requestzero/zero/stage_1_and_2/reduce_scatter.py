@@ -22,9 +22,9 @@ Scatter = Callable[[Any, torch.Tensor, Sequence[int], int, Any], torch.Tensor]
 
 def exchange(comm: Any, values: torch.Tensor, sizes: Sequence[int], rank: int, group: Any) -> torch.Tensor:
     """Send every rank its share, and add up what comes, in the order of ranks (16-bit values in fp32). Collective."""
-    received = values.new_empty(len(sizes) * sizes[rank])
-    comm.all_to_all_single(received, values, [sizes[rank]] * len(sizes), list(sizes), group=group)
-    return received.view(len(sizes), sizes[rank]).sum(0)
+    received = values.new_empty(len(sizes), sizes[rank])
+    comm.all_to_all_single(received, values, [1] * len(sizes), list(sizes), group=group)
+    return received.sum(0)
 
 
 def scatter_uneven(comm: Any, values: torch.Tensor, sizes: Sequence[int], rank: int, group: Any) -> torch.Tensor:

@@ -47,8 +47,7 @@ class ScatterPlan:
     def arranged(self, bucket: torch.Tensor) -> torch.Tensor:
         """Return the values of all parts in the order of their owners: a view where the bucket has it."""
         if self.in_order:
-            start = self.parts[0].start if self.parts else 0
-            return bucket.narrow(0, start, sum(self.sizes))
+            return stretch(bucket, self.parts[0].start, sum(self.sizes))
         return torch.cat([bucket.narrow(0, part.start, part.numel) for part in self.parts])
 
     @property
@@ -58,6 +57,11 @@ class ScatterPlan:
         Where one does, it would receive more from all others than the ring of an all-reduce brings it.
         """
         return len(self.sizes) * max(self.sizes) <= 2 * sum(self.sizes)
+
+
+def stretch(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+    """Return a stretch of a flat tensor as a view, or the tensor itself where that is all of it."""
+    return flat if numel == flat.numel() else flat.narrow(0, start, numel)
 
 
 def plan_scatter(
