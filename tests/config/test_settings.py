@@ -27,6 +27,7 @@ def test_defaults() -> None:
         "log_metrics": True,
         "rank_agreement": True,
         "rank_dependent_parameters": False,
+        "compare_weights": True,
         "overflow": overflow,
     }
 

@@ -71,6 +71,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         log_metrics: Whether ``accelerator.log`` adds :meth:`metrics`.
         rank_agreement: Whether the ranks agree on every request.
         rank_dependent_parameters: Whether parameters may take part on some ranks only.
+        compare_weights: Whether weights that were written through ``param.data`` count.
         options: A YAML or JSON file, a dict or an OmegaConf object with options by their names in
             :class:`~requestzero.config.options.RequestZeROSettings`.
 
@@ -93,6 +94,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
     log_metrics: bool | None = field(default=None)
     rank_agreement: bool | None = field(default=None)
     rank_dependent_parameters: bool | None = field(default=None)
+    compare_weights: bool | None = field(default=None)
     options: Any = field(default=None)
 
     @override

@@ -25,6 +25,7 @@ class EngineOptions:
     ``max_consecutive_skips`` and, in fp32, ``check_grad_overflow``; the others reach it through DeepSpeed."""
     rank_agreement: bool = RequestZeROSettings.rank_agreement
     rank_dependent_parameters: bool = RequestZeROSettings.rank_dependent_parameters
+    compare_weights: bool = RequestZeROSettings.compare_weights
 
 
 def take_engine_options(config: Config) -> EngineOptions:

@@ -72,6 +72,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
             :class:`~requestzero.errors.RankDisagreementError`: a rank that runs out of data, one whose loader,
             ``training_step`` or callback raises, or whose ``training_step`` returns ``None`` while others' do not.
         rank_dependent_parameters: Whether parameters may take part on some ranks only.
+        compare_weights: Whether weights that were written through ``param.data`` count.
         **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something under ZeRO 1 and 2. Its
             loss-scale options are another way to write those of ``overflow``.
 
@@ -100,6 +101,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
         log_metrics: bool = True,
         rank_agreement: bool = True,
         rank_dependent_parameters: bool = False,
+        compare_weights: bool = True,
         **deepspeed_options: Any,
     ) -> None:
         require_supported_deepspeed()
@@ -115,6 +117,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
             "log_metrics": log_metrics,
             "rank_agreement": rank_agreement,
             "rank_dependent_parameters": rank_dependent_parameters,
+            "compare_weights": compare_weights,
         }
         init, args, kwargs = self._call
         del self._call

@@ -7,6 +7,9 @@ class tensor_fragment:
 def get_full_hp_grad(self: torch.Tensor) -> torch.Tensor | None:
     """Behind ``safe_get_full_grad``: reads what the dictionaries of gradients hold, and all-reduces it."""
 
+def set_full_hp_param(self: torch.Tensor, value: torch.Tensor, optim_state_key: str | None = None) -> None:
+    """Behind ``safe_set_full_fp32_param``, as an attribute of every parameter."""
+
 def set_full_hp_grad(self: torch.Tensor, value: torch.Tensor) -> None:
     """Behind ``safe_set_full_grad``: writes into what the dictionaries of gradients hold."""
 

@@ -17,3 +17,5 @@ class WindowOptions:
     """``on_overflow="drop_request"``."""
     fills_absent: bool = False
     """``rank_dependent_parameters`` (stages 1 and 2)."""
+    compares_weights: bool = True
+    """``compare_weights`` (stages 1 and 2)."""

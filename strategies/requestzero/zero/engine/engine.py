@@ -351,6 +351,7 @@ class RequestZeROEngine(AnnouncingEngine):
             records_origin=options.overflow.on_overflow == "raise",
             drops_requests=options.overflow.on_overflow == "drop_request",
             fills_absent=options.rank_dependent_parameters,
+            compares_weights=options.compare_weights,
         )
         self._choose_communication_dtype()
         wanted = partial(RequestZeROOptimizer, window_options=window_options)

@@ -13,11 +13,15 @@ def are_views_of(
     flat: torch.Tensor, params: Iterable[Parameter], metas: Iterable[torch.Tensor], offsets: Iterable[int]
 ) -> bool:
     """Return whether every parameter is the view of ``flat`` at its offset, with the shape of its ``meta`` tensor."""
-    for param, meta, offset in zip(params, metas, offsets, strict=True):
-        in_place = param.data_ptr() == flat.data_ptr() + offset * flat.element_size()
-        if not (in_place and param.shape == meta.shape and param.is_contiguous()):
-            return False
-    return True
+    return all(
+        is_view_of(flat, param, meta, offset) for param, meta, offset in zip(params, metas, offsets, strict=True)
+    )
+
+
+def is_view_of(flat: torch.Tensor, param: Parameter, meta: torch.Tensor, offset: int) -> bool:
+    """Return whether a parameter is the view of ``flat`` at its offset, with the shape of its ``meta`` tensor."""
+    in_place = param.data_ptr() == flat.data_ptr() + offset * flat.element_size()
+    return in_place and param.dtype == flat.dtype and param.shape == meta.shape and param.is_contiguous()
 
 
 def number_fragments(groups: Iterable[GroupLayout], params: Sequence[Parameter]) -> None:

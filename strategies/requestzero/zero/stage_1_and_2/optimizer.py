@@ -46,6 +46,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         self._parts = parts
         self.layout, self.ranks, self.sums, self.local = parts.layout, parts.ranks, parts.sums, parts.local
         self.reduction, self.divisor, self.norm = parts.reduction, parts.divisor, parts.norm
+        self.written = parts.written
         self.origin, self.rollback = parts.origin, parts.rollback
         self.window_records = [record for record in (parts.origin, parts.rollback) if record is not None]
         self._link_fragments()
@@ -132,6 +133,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
             RuntimeError: a request is still open.
         """
         if life_cycle.needs_step(self):
+            self.written.adopt()
             with life_cycle.applying(self):
                 self._expose_sums()
                 super().step(closure)
@@ -210,6 +212,12 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         self._backward_active_depth = 0
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        """Also take over weights that were written since the last step (this rank only)."""
+        self.written.adopt()
+        return super().state_dict()
+
+    @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Also discard the open window: pending gradients belong to the weights before the load."""
         self.discard_window()
@@ -239,6 +247,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
 
     def _link_fragments(self) -> None:
         if self._parts is not None:
+            self.written.link()
             model_weights.number_fragments(self.layout.groups, self.layout.params)
             self._get_offload_gradient_dict()
 

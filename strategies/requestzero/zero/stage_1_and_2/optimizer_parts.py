@@ -25,6 +25,7 @@ from requestzero.zero.stage_1_and_2.bucket_collective import BucketCollective, R
 from requestzero.zero.stage_1_and_2.gradient_reduction import GradientReduction, ReductionSchedule
 from requestzero.zero.stage_1_and_2.layout import PartitionLayout
 from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
+from requestzero.zero.stage_1_and_2.written_weights import WrittenWeights
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class OptimizerParts:
     norm: StepNorm
     origin: OverflowOrigin | None
     rollback: RequestRollback | None
+    written: WrittenWeights
     fragments: dict[int, GradientFragments]
     """By group: where ``safe_get_full_grad`` and ``safe_set_full_grad`` find gradients."""
 
@@ -81,6 +83,7 @@ def build_parts(
         ),
         origin=origin,
         rollback=rollback,
+        written=WrittenWeights(optimizer, layout, options.compares_weights),
         fragments={each.group.index: GradientFragments(each) for each in sums.accumulators},
     )
 

@@ -180,6 +180,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def _apply_muon_updates_cpu_offload(self) -> None: ...
 
     # Checkpoints.
+    def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(
         self,
         state_dict_list: list[Any],

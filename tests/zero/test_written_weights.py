@@ -1,0 +1,196 @@
+"""Weights that a user writes between steps count, as they do in plain PyTorch: the masters take them over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.engines import build, masters, module_weights
+from support.failures import assert_fails
+from support.grid import PLACES, every_place, every_sum
+from support.ranks import RankGroup
+from support.setup import Setup
+from support.windows import ALL, LR, Micro, backward, reference
+
+Write = Callable[[torch.nn.Module], None]
+
+
+def in_place(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.clamp_(-0.25, 0.25)
+
+
+def one_element(module: torch.nn.Module) -> None:
+    """The other elements keep the bits that only the masters have."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.view(-1)[0] = 3.0
+
+
+def load_state_dict(module: torch.nn.Module) -> None:
+    module.load_state_dict({name: torch.full_like(value, 0.75) for name, value in module.state_dict().items()})
+
+
+def data_in_place(module: torch.nn.Module) -> None:
+    for parameter in list(module.parameters())[1:]:
+        parameter.data.mul_(0.5)
+
+
+def data_replaced(module: torch.nn.Module) -> None:
+    for parameter in list(module.parameters())[:2]:
+        parameter.data = torch.full_like(parameter, -1.5)
+
+
+def moved_and_back(module: torch.nn.Module) -> None:
+    """To another dtype and back, as for an export: other memory, the same values."""
+    dtype = next(module.parameters()).dtype
+    module.double()
+    module.to(dtype)
+
+
+def nothing(module: torch.nn.Module) -> None:
+    pass
+
+
+COUNTED: list[Write] = [nothing, in_place, one_element, load_state_dict, data_replaced, moved_and_back]
+EVERY: list[Write] = [*COUNTED, data_in_place]
+
+
+def micro(seed: int) -> Micro:
+    return Micro(ALL, seed)
+
+
+def window(engine: Any, seed: int) -> list[torch.Tensor]:
+    """Run one micro-batch and step; the gradient, from plain PyTorch."""
+    import deepspeed.comm as dist
+
+    backward(engine, micro(seed))
+    engine.step()
+    return [gradient.float() for gradient in reference([[micro(seed)]], dist.get_world_size())[0]]
+
+
+def set_masters_beyond_bf16(engine: Any) -> None:
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    for parameter in engine.module.parameters():
+        values = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+        safe_set_full_fp32_param(parameter, 1 + values / 4096)
+
+
+def wrong_after_writes(setup: Setup, writes: list[Write]) -> list[str]:
+    """Write, then make an update, again and again; names of what was not updated from the written weights."""
+    engine = build(setup)
+    set_masters_beyond_bf16(engine)
+    window(engine, 0)
+    wrong = []
+    for seed, write in enumerate(writes, 1):
+        before, kept = module_weights(engine), masters(engine)
+        write(engine.module)
+        after = module_weights(engine)
+        start = [torch.where(a == b, k, a) for a, b, k in zip(after, before, kept, strict=True)]
+        gradients = window(engine, seed)
+        expected = [s - LR * g for s, g in zip(start, gradients, strict=True)]
+        dtype = next(engine.module.parameters()).dtype
+        for got, want in ((masters(engine), expected), (module_weights(engine), [e.to(dtype).float() for e in expected])):
+            if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
+                wrong.append(write.__name__)
+    engine.destroy()
+    return wrong
+
+
+@every_sum
+@every_place
+def test_every_write_counts(two_ranks: RankGroup, stage: int, offload: bool, model: str, accum: str) -> None:
+    setup = Setup(stage=stage, offload=offload, model=model, accum=accum)
+    assert two_ranks.run(wrong_after_writes, setup, EVERY) == [[], []]
+
+
+def wrong_setups(setups: list[Setup], writes: list[Write]) -> list[tuple[str, list[str]]]:
+    return [(str(setup), wrong) for setup in setups if (wrong := wrong_after_writes(setup, writes))]
+
+
+def test_layouts_of_the_partition(three_ranks: RankGroup) -> None:
+    zero = [{"round_robin_gradients": True}, {"parameter_alignment": True}, {}]
+    setups = [Setup(stage=s, offload=o, model="bf16", groups=2, zero=z) for z in zero for s, o in PLACES[1:3]]
+    assert three_ranks.run(wrong_setups, setups, EVERY) == [[]] * 3
+
+
+def test_without_comparison_only_what_autograd_counts(two_ranks: RankGroup) -> None:
+    setups = [
+        Setup(stage=s, offload=o, model="bf16", config={"requestzero": {"compare_weights": False}}) for s, o in PLACES
+    ]
+    assert two_ranks.run(wrong_setups, setups, COUNTED) == [[], []]
+    for wrong in two_ranks.run(wrong_setups, setups, [data_in_place]):
+        assert wrong == [(str(setup), ["data_in_place"] * 2) for setup in setups]
+
+
+def set_masters(setup: Setup) -> list[list[float]]:
+    """First weights of the masters after: setting them; then an update without gradient; the same after a write too."""
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    engine = build(setup)
+    first, second = list(engine.module.parameters())[:2]
+    rows = []
+    for write in (False, True):
+        for parameter in (first, second):
+            safe_set_full_fp32_param(parameter, torch.full(parameter.shape, 5.0))
+        if write:
+            with torch.no_grad():
+                first.fill_(7.0)
+            second.data.view(-1)[0] = 7.0
+        rows.append([float(weight.view(-1)[0]) for weight in masters(engine)[:2]])
+        backward(engine, Micro((False, False, *ALL[2:]), 1))
+        engine.step()
+        rows.append([float(weight.view(-1)[0]) for weight in masters(engine)[:2]])
+    engine.destroy()
+    return rows
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_masters_that_the_user_sets_win_unless_the_weight_is_written_later(two_ranks: RankGroup, compare: bool) -> None:
+    setup = Setup(model="bf16", config={"requestzero": {"compare_weights": compare}})
+    for rows in two_ranks.run(set_masters, setup):
+        # A write through .data cannot be told from the masters' being set.
+        assert rows == [[5.0, 5.0], [5.0, 5.0], [5.0, 5.0], [7.0, 5.0]]
+
+
+def saved_and_loaded(setup: Setup, directory: str) -> bool:
+    """Write, save, load into another engine: its masters are what was written."""
+    engine = build(setup)
+    window(engine, 0)
+    data_in_place(engine.module)
+    in_place(engine.module)
+    written = module_weights(engine)
+    engine.save_checkpoint(directory)
+    engine.destroy()
+    other = build(setup)
+    other.load_checkpoint(directory)
+    right = all(
+        torch.equal(got, want)
+        for got, want in zip([*masters(other), *module_weights(other)], [*written, *written], strict=True)
+    )
+    other.destroy()
+    return right
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_checkpoints_hold_what_was_written(two_ranks: RankGroup, tmp_path: Path, offload: bool) -> None:
+    assert two_ranks.run(saved_and_loaded, Setup(offload=offload), str(tmp_path)) == [True, True]
+
+
+def another_shape(setup: Setup) -> None:
+    engine = build(setup)
+    backward(engine, micro(0))
+    weight = next(engine.module.parameters())
+    weight.data = weight.data.new_zeros(2, 2)
+    engine.step()
+
+
+def test_another_shape_is_an_error(two_ranks: RankGroup) -> None:
+    assert_fails(two_ranks, r"^ValueError: A parameter of shape .* has the shape \(2, 2\) since", another_shape, Setup())
