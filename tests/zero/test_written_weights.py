@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,10 @@ def wrong_after_writes(setup: Setup, writes: list[Write]) -> list[str]:
         gradients = window(engine, seed)
         expected = [s - LR * g for s, g in zip(start, gradients, strict=True)]
         dtype = next(engine.module.parameters()).dtype
-        for got, want in ((masters(engine), expected), (module_weights(engine), [e.to(dtype).float() for e in expected])):
+        for got, want in (
+            (masters(engine), expected),
+            (module_weights(engine), [e.to(dtype).float() for e in expected]),
+        ):
             if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
                 wrong.append(write.__name__)
     engine.destroy()
@@ -193,4 +195,6 @@ def another_shape(setup: Setup) -> None:
 
 
 def test_another_shape_is_an_error(two_ranks: RankGroup) -> None:
-    assert_fails(two_ranks, r"^ValueError: A parameter of shape .* has the shape \(2, 2\) since", another_shape, Setup())
+    assert_fails(
+        two_ranks, r"^ValueError: A parameter of shape .* has the shape \(2, 2\) since", another_shape, Setup()
+    )
