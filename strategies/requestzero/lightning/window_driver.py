@@ -94,7 +94,7 @@ class WindowDriver:
     @property
     def is_open(self) -> bool:
         """True while gradients are pending: a backward has run since the last step or discard."""
-        return self.engine is not None and self.engine.update_window.is_open
+        return self.engine is not None and self.engine.has_pending_gradients
 
     @property
     def is_complete(self) -> bool:

@@ -55,6 +55,7 @@ class RequestZeROEngine(AnnouncingEngine):
         self.agreement.check()
         if self.inside_no_sync_ctxt:
             raise RuntimeError("end_request() inside no_sync() or coalesce_grad_reduction(): call it after the block.")
+        self._count_unseen_backwards()
         self.agreement.end_request()
         if not self.update_window.request_open:
             return
@@ -125,19 +126,43 @@ class RequestZeROEngine(AnnouncingEngine):
             RuntimeError: an exception has ended the backward before this one, and its gradients are partly reduced.
             RankDisagreementError: another rank does something else.
         """
-        self._refuse_after_interruption()
+        if not self._running_engine_backward:
+            self._refuse_after_interruption()
         if weight is not None:
             self.add_weight(weight)  # before the backward, at whose end its request may be dropped
         return super().backward(loss, *args, **kwargs)
 
     def _refuse_after_interruption(self) -> None:
-        """Refuse a backward whose gradients would be added to those of a part of another one, which nothing counts."""
-        interrupted = self.optimizer._backward_active_depth > 0 and not self._running_engine_backward
-        if interrupted and self.optimizer.reduction.has_begun:
+        """Refuse a backward whose gradients would be added to those of a part of another one, which nothing counts.
+
+        To be called where no backward runs, so that one which has not ended was interrupted.
+        """
+        if self.optimizer._backward_active_depth > 0 and self.optimizer.reduction.has_begun:
             raise RuntimeError(
                 "An exception has ended the backward before this one, and a part of its gradients is reduced already: "
                 "call zero_grad(), which discards the update window, before the next backward."
             )
+        self.optimizer._backward_active_depth = 0
+
+    def _refuse_unscaled(self) -> None:
+        """Refuse a gradient of a backward that the engine does not see, and which has no loss scale."""
+        if float(self.optimizer.loss_scale) != 1.0 and not self._manual_backward_expected:
+            raise RuntimeError(
+                "A backward that does not start at an output of the engine needs the loss scale of fp16: use "
+                "engine.backward(loss) (in Lightning self.manual_backward(loss)), or engine.scale(loss).backward()."
+            )
+
+    def _count_unseen_backwards(self) -> None:
+        """Count backwards that did not start at an output of the engine, such as of a loss of the bare module.
+
+        They are part of the micro-batch before or after them in their request. Where it has none, they are one.
+        """
+        if self.optimizer.has_unseen_gradients:
+            self._manual_backward_expected = False
+            if not self.update_window.request_open:
+                self.agreement.begin_backward(last=False)
+                self.update_window.count_micro_batch()
+                self.agreement.end_micro_batch(False)
 
     def add_weight(self, weight: float | torch.Tensor) -> None:
         """Report the weight of one micro-batch, right before its backward (this rank only).
@@ -197,13 +222,19 @@ class RequestZeROEngine(AnnouncingEngine):
         at_boundary = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         if not at_boundary or self.inside_no_sync_ctxt:
             super().step(lr_kwargs)
-        elif self.update_window.is_open:
+        elif self.has_pending_gradients:
             self._apply_window(lr_kwargs, divisor, normalization)
         else:
             self.optimizer.discard_window()  # an interrupted backward may have left something behind
             self._step_applied = False
 
+    @property
+    def has_pending_gradients(self) -> bool:
+        """True if the next step has something to apply or to skip, backwards that the engine has not seen included."""
+        return self.update_window.is_open or self.optimizer.has_unseen_gradients
+
     def _apply_window(self, lr_kwargs: dict[str, Any] | None, divisor: float | None, normalization: str | None) -> None:
+        self._count_unseen_backwards()
         self.agree_to_step()
         self.end_request()
         window, scale = self.update_window, float(self.optimizer.loss_scale)
@@ -249,7 +280,8 @@ class RequestZeROEngine(AnnouncingEngine):
         Returns:
             A scalar on the engine's device; 0 without a window, and for one of zero total weight.
         """
-        if self.update_window.is_open:
+        if self.has_pending_gradients:
+            self._count_unseen_backwards()
             self.agree_to_step()
             self.end_request()
             if self._choose_divisor(divisor, "token" if divisor is None else None):
@@ -292,6 +324,8 @@ class RequestZeROEngine(AnnouncingEngine):
         task = torch._C._current_graph_task_id()
         if self.optimizer._backward_active_depth > 0 and task == self._backward_task:
             return  # a loss of several forwards: the outputs of another one have begun this backward
+        if not self._running_engine_backward:
+            self._refuse_after_interruption()
         self._backward_task = task
         last = self.is_gradient_accumulation_boundary()
         if last or self.zero_optimization_partition_gradients():
@@ -306,6 +340,8 @@ class RequestZeROEngine(AnnouncingEngine):
         """Reduce what is left, as DeepSpeed does, and count the micro-batch: once per backward, however started."""
         self.update_window.count_micro_batch()
         super()._backward_epilogue()
+        if self.optimizer._backward_active_depth == 0:
+            self.optimizer.clear_backward_seen_flag()  # or DeepSpeed takes the gradients of any other one for its rest
         self.agreement.end_micro_batch(not self.update_window.request_open)
         self._check_request()
 
@@ -362,6 +398,7 @@ class RequestZeROEngine(AnnouncingEngine):
         if options.rank_agreement:
             names = [built.param_names[param] for param in built.layout.params]
             built.ranks.agree_from_now_on(lambda: built.window, names.__getitem__)
+        built.on_unseen_gradient = self._refuse_unscaled
         return built
 
     def _choose_communication_dtype(self) -> None:
@@ -410,7 +447,7 @@ class RequestZeROEngine(AnnouncingEngine):
             RankDisagreementError: another rank does something else, or the ranks have disagreed before.
         """
         self.agreement.before_checkpoint("saves")
-        if self.update_window.is_open:
+        if self.has_pending_gradients:
             raise RuntimeError(
                 f"save_checkpoint() with an open update window ({self.update_window.micro_batches} micro-batches "
                 "since the last step): their gradients would be lost on resume. Save after step(), or call zero_grad() "

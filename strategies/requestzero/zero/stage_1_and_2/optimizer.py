@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         # Before super(), whose constructor calls methods that are overridden here.
         self.window, self.scale, self.loss_scale_exhausted = UpdateWindow(), StepScale(), False
         self._parts: OptimizerParts | None = None
+        self._unseen = False
+        self.on_unseen_gradient: Callable[[], None] = lambda: None
+        """Called for every gradient of a backward that the engine does not see."""
         super().__init__(*args, **kwargs)
         self._own(build_parts(self, window_options or WindowOptions(), lambda: self.window.is_open))
 
@@ -55,12 +59,24 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
 
     @override
     def process_gradients(self, param: Any, i: int) -> None:
-        """Handle a gradient that autograd has brought; inside ``coalesce_grad_reduction()`` it waits."""
+        """Handle a gradient that autograd has brought; inside ``coalesce_grad_reduction()`` it waits.
+
+        So does one of a backward that the engine does not see, since it does not start at an output of the engine.
+        """
         if self.rollback is not None:
             self.rollback.save_sums()
         self.local.accumulate(param)
-        if not self._coalesce_grad_reduction:
+        if self._backward_active_depth == 0:
+            self._unseen = True
+            self.on_unseen_gradient()
+        elif not self._coalesce_grad_reduction:
             self.reduction.gradient_arrived(param)
+
+    @property
+    def has_unseen_gradients(self) -> bool:
+        """True if gradients of backwards wait that the engine has not seen."""
+        unseen = self._unseen or not self._grad_acc_hooks  # without hooks nobody has told of any
+        return unseen and any(map(self.local.waits, self.layout.params))
 
     @override
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
@@ -69,15 +85,22 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         Nothing where nothing has come since the last request end: a step asks again after it.
         """
         if self.window.request_open:
-            self.reduction.reduce_local()
+            self._reduce_local()
             self._end_backward()
 
     @override
     def independent_gradient_partition_epilogue(self) -> None:
         """Reduce the rest of a backward of stage 2; nothing where none has come since the last request end."""
         if self.window.request_open:
-            self.reduction.end_backward()
+            if self._unseen:
+                self._reduce_local()
+            else:
+                self.reduction.end_backward()
             self._end_backward()
+
+    def _reduce_local(self) -> None:
+        self._unseen = False
+        self.reduction.reduce_local()
 
     def _end_backward(self) -> None:
         self.sums.end_backward()
@@ -100,6 +123,9 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         """End the open request of stage 2; harmless when nothing has come since the last request end."""
         if self.window.request_open:
             self.set_gradient_accumulation_boundary(True)
+            if self._unseen:
+                self._reduce_local()
+                self.sums.end_backward()
             self.end_request()
             self._expose_sums()
 
@@ -210,6 +236,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         for index in range(len(self.bit16_groups)):
             self.averaged_gradients[index] = self.all_grad_tensors[index] = None
         self._backward_active_depth = 0
+        self._unseen = False
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -99,8 +99,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     all_grad_tensors: dict[int, Any]
     autoep_folding_tp_group: ProcessGroup | None
 
+    _grad_acc_hooks: list[Any]
+
     def create_gradient_handling_hooks(self) -> None:
-        """Registers the hooks that call ``process_gradients``."""
+        """Registers the hooks that call ``process_gradients``, and keeps their handles; not always called."""
     def process_gradients(self, param: torch.Tensor, i: int) -> None: ...
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None: ...
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
