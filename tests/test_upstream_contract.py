@@ -117,6 +117,9 @@ RELIED_ON = {
         "Trainer._run_epoch",
         "Trainer._clip_grad_norm",
         "Trainer._get_grad_norm",
+        "Trainer._inner_training_loop",
+        "Trainer._prepare_for_training",
+        "Trainer.evaluation_loop",
     ],
     "transformers.training_args": [
         "TrainingArguments.__post_init__",
@@ -124,6 +127,7 @@ RELIED_ON = {
     "transformers.integrations.deepspeed": [
         "HfTrainerDeepSpeedConfig",
         "deepspeed_init",
+        "propagate_args_to_deepspeed",
     ],
 }
 

@@ -72,9 +72,10 @@ def test_accelerate() -> None:
         assert vars(settings).items() >= CHOSEN.items()
     with pytest.raises(ValueError, match=r"requestzero.rank_agreement is False in .* and True in"):
         make_plan({**nothing, "rank_agreement": False, "options": {"rank_agreement": True}}, {})
-    config = {"zero_optimization": {"ignore_unused_parameters": False}, "requestzero": CHOSEN}
+    public = {"zero_optimization": {"ignore_unused_parameters": False}}
+    plugin = SimpleNamespace(deepspeed_config=public, plan=SimpleNamespace(own={"requestzero": CHOSEN}))
     with pytest.raises(ValueError, match="ignore_unused_parameters=False would see none of them"):
-        RequestZeROPlugin.engine_options.fget(SimpleNamespace(deepspeed_config=config))  # type: ignore[attr-defined]
+        RequestZeROPlugin.engine_options.fget(plugin)  # type: ignore[attr-defined]
 
 
 def announce_nonsense() -> str:

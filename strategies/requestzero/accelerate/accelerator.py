@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator as StockAccelerator
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from requestzero.accelerate.checks import check_construction, check_objects, check_steps
 from requestzero.accelerate.clipping import check_parameters
+from requestzero.accelerate.config_scheduler import ConfigScheduler, start_scheduler
 from requestzero.accelerate.engine import RequestZeROEngineWrapper
 from requestzero.accelerate.engine_config import choose_sizes, data_loaders, engine_config
 from requestzero.accelerate.micro_batches import MicroBatches
@@ -25,6 +27,7 @@ from requestzero.accelerate.optimizer import RequestZeROOptimizerWrapper
 from requestzero.accelerate.passes import share_passes
 from requestzero.accelerate.process_group import process_group
 from requestzero.accelerate.request_safe_plugin import RequestSafePlugin, any_request_safe
+from requestzero.accelerate.trainer import install_if_imported
 from requestzero.data.micro_batch_loader import MicroBatchLoader
 from requestzero.zero.process_group import without_inference_operator
 
@@ -52,6 +55,11 @@ class Accelerator(StockAccelerator):
     deepspeed_engine_wrapped: Any
     _logs_metrics = False
     """True if :meth:`log` adds the metrics of the engine that was prepared."""
+    has_trainer = False
+    """True if it belongs to transformers' ``Trainer``, which calls :meth:`free_memory` at every ``train()``, and then
+    goes on with model and optimizer, as without DeepSpeed."""
+    _kept: tuple[RequestZeROEngineWrapper, list[Any]] | None = None
+    """Wrapper and optimizers of a ``Trainer``'s last ``train()``, until the next."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_construction(args, kwargs)
@@ -70,11 +78,14 @@ class Accelerator(StockAccelerator):
         """Take over ``gradient_accumulation_steps`` from the selected plugin, if it is ours and has them.
 
         Raises:
-            ValueError: the Accelerator has another value.
+            ValueError: the Accelerator has another value; or see :meth:`RequestSafePlugin.take_over_changes`.
         """
         plugin = self.deepspeed_plugin
         if isinstance(plugin, RequestSafePlugin):
+            install_if_imported()
+            plugin.take_over_changes()
             self.gradient_accumulation_steps = check_steps(plugin, self.gradient_state.num_steps)
+            plugin.adopted_steps = plugin.plan.steps
 
     @override
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
@@ -82,13 +93,51 @@ class Accelerator(StockAccelerator):
         plugin = self.deepspeed_plugin
         if not isinstance(plugin, RequestSafePlugin):
             return super()._prepare_deepspeed(*args)
+        if any(map(self._is_prepared, args)):
+            return self._prepare_others(args)
         args = tuple(MicroBatches(self, item) if isinstance(item, MicroBatchLoader) else item for item in args)
-        check_objects(self, args)
         self.adopt_plugin()
+        check_objects(self, args)
         result = self._prepare_with_our_engine(plugin, args)
         if any(isinstance(item, torch.nn.Module) for item in args):
             return self._wrap(plugin, result)
         return tuple(self._wrap_scheduler(item) if isinstance(item, LRScheduler) else item for item in result)
+
+    def _is_prepared(self, item: Any) -> bool:
+        wrapper = self.engine_wrapper
+        return wrapper is not None and (item is wrapper.engine or any(item is known for known in self._optimizers))
+
+    def _prepare_others(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Leave the engine and the optimizer that are prepared already as they are, as without DeepSpeed."""
+        others = tuple(item for item in args if not self._is_prepared(item))
+        prepared = iter(self._prepare_deepspeed(*others) if others else ())
+        return tuple(item if self._is_prepared(item) else next(prepared) for item in args)
+
+    @override
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of everything that was prepared, but for the engine of a ``Trainer``; see :attr:`has_trainer`."""
+        if self.has_trainer and self.engine_wrapper is not None:
+            self._kept, self.deepspeed_engine_wrapped = (self.engine_wrapper, [*self._optimizers]), None
+        return super().free_memory(*objects)
+
+    def take_back_engine(self, engine: Any) -> bool:
+        """Prepare the engine that :meth:`free_memory` has kept again, if it is ``engine``; else destroy it.
+
+        Returns:
+            Whether it was.
+        """
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return False
+        wrapper, optimizers = kept
+        if wrapper.engine is not engine:
+            wrapper.engine.destroy()
+            return False
+        wrapper.engine.zero_grad()
+        self.deepspeed_engine_wrapped = wrapper
+        self._models.append(engine)
+        self._optimizers.extend(optimizers)
+        return True
 
     def _prepare_with_our_engine(self, plugin: RequestSafePlugin, args: tuple[Any, ...]) -> tuple[Any, ...]:
         import deepspeed
@@ -111,6 +160,7 @@ class Accelerator(StockAccelerator):
             ):
                 return super()._prepare_deepspeed(*args)
         finally:
+            plugin.note_state()
             self.gradient_accumulation_steps = steps
 
     def _wrap(self, plugin: RequestSafePlugin, result: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -126,9 +176,15 @@ class Accelerator(StockAccelerator):
         self._logs_metrics = plugin.settings.log_metrics
         optimizer = RequestZeROOptimizerWrapper(stock.optimizer, wrapper)
         self._optimizers.append(optimizer)
-        for scheduler in self._schedulers:
-            scheduler.optimizers = [optimizer if item is stock else item for item in scheduler.optimizers]
-        return tuple(optimizer if item is stock else item for item in result)
+        places: dict[int, Any] = {id(stock): optimizer}
+        for index, scheduler in enumerate(self._schedulers):
+            if isinstance(scheduler, DeepSpeedSchedulerWrapper):
+                start_scheduler(scheduler.scheduler)
+                self._schedulers[index] = ConfigScheduler(scheduler.scheduler, optimizer, wrapper)
+                places[id(scheduler)] = self._schedulers[index]
+            else:
+                scheduler.optimizers = [places.get(id(item), item) for item in scheduler.optimizers]
+        return tuple(places.get(id(item), item) for item in result)
 
     def _wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a scheduler that is prepared after the optimizer, which Accelerate leaves as it is under DeepSpeed."""
@@ -167,8 +223,8 @@ class Accelerator(StockAccelerator):
                 "accelerator.accumulate() counts micro-batches, but the ends of requests are being marked (by "
                 "request() or a loader of MicroBatch), which decide where windows end: leave accumulate() out."
             )
-        wrapper.begin_block()
         with super().accumulate():
+            wrapper.tally.begin_block(ends_window=self.sync_gradients)
             yield
 
     @contextmanager

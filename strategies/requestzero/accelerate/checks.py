@@ -66,13 +66,15 @@ def _check_late(handler: InitProcessGroupKwargs) -> None:
 def check_steps(plugin: RequestSafePlugin, steps: int) -> int:
     """Return the requests per update on which the plugin and the Accelerator agree. 1 is Accelerate's default.
 
+    A value that the Accelerator has from the plugin gives way to what the plugin says now.
+
     Raises:
         ValueError: they do not.
     """
     said = plugin.plan.steps
     if said is None:
         return steps
-    if steps not in (1, said):
+    if steps not in (1, said, plugin.adopted_steps):
         place = plugin.plan.places_of("gradient_accumulation_steps")
         raise ValueError(
             f"gradient_accumulation_steps is {said} in {place} and {steps} in the Accelerator: set it in one place, to "

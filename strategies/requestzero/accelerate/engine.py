@@ -51,6 +51,8 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         """Weight of the next backward, where a loader has given it."""
         self.backwards = 0
         """Since ``prepare``."""
+        self.applied_rates: list[float] | None = None
+        """Learning rates of the last update by parameter group, until a scheduler of the config is stepped."""
         self._normalization = normalization
         self._steps = steps
         self._tally = WindowTally(engine.update_window)
@@ -60,12 +62,8 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
     def tally(self) -> WindowTally:
         """Tally of the open window, or of the next one."""
         if self._tally.window is not self.engine.update_window:
-            self._tally = WindowTally(self.engine.update_window)
+            self._tally = self._tally.of_next(self.engine.update_window)
         return self._tally
-
-    def begin_block(self) -> None:
-        """Count an ``accelerator.accumulate`` block, which Accelerate counts as one of N even without a backward."""
-        self.tally.blocks += 1
 
     @contextmanager
     def marking(self) -> Iterator[None]:
@@ -163,10 +161,10 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self.engine.set_gradient_accumulation_boundary(True)
         token = self._normalization == "token"
         attempted = self.engine.attempted_updates
+        self.applied_rates = self.engine.get_lr()
         with self.clipping.applied(self.engine):
             self.engine.step(**({"normalization": "token"} if token else {"divisor": self.divisor()}))
         self._unlogged = self._unlogged or self.engine.attempted_updates > attempted
-        self._tally = WindowTally(self.engine.update_window)
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of :func:`~requestzero.zero.metrics.logged_metrics`; waits for a norm on the device."""

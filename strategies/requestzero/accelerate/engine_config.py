@@ -9,8 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from requestzero.config.nested import Config, update
-from requestzero.config.own_keys import pop_own_keys
+from requestzero.config.nested import Config
 from requestzero.config.translation import AUTO
 from requestzero.config.validation import Count, check
 
@@ -66,11 +65,10 @@ def data_loaders(objects: Iterable[Any]) -> list[DataLoader]:
 def engine_config(config: Config, sizes: BatchSizes, clipping: float | None) -> Iterator[None]:
     """Give ``config`` the engine's values while the block runs, and then the user's, with ``"auto"`` resolved.
 
-    The engine gets one micro-batch per update, since the step divides, no batch size that would have to agree with
-    that, and none of our own keys. In place, since Accelerate takes the config from the plugin.
+    The engine gets one micro-batch per update, since the step divides, and no batch size that would have to agree with
+    that. In place, since Accelerate takes the config from the plugin.
     """
     saved = {key: config[key] for key in _TOP_LEVEL if key in config}
-    own = pop_own_keys(config)
     config.pop(GLOBAL, None)
     config.update({MICRO: sizes.micro, "gradient_accumulation_steps": 1, "gradient_clipping": clipping or 0.0})
     try:
@@ -82,5 +80,3 @@ def engine_config(config: Config, sizes: BatchSizes, clipping: float | None) -> 
         raise
     else:
         config.update({MICRO: sizes.micro, GLOBAL: sizes.total, "gradient_accumulation_steps": sizes.steps})
-    finally:
-        update(config, own)

@@ -21,6 +21,9 @@ from requestzero.config.translation import to_config
 ARGUMENTS = "the arguments of RequestZeROPlugin"
 OPTIONS = "the options of RequestZeROPlugin"
 
+OWN_KEYS = "_requestzero_own_keys"
+"""Attribute of an ``HfDeepSpeedConfig`` with our keys of its config, which others hand to DeepSpeed without them."""
+
 OWN_OPTIONS = names_in(RequestZeROSettings, FrontEnd.ACCELERATE)
 
 # Argument of DeepSpeedPlugin -> DeepSpeed key.
@@ -115,7 +118,7 @@ def load_deepspeed_config(config: Any) -> Config:
         FileNotFoundError: it names a file that does not exist.
     """
     if isinstance(config, HfDeepSpeedConfig):
-        return load_config(config.config, "hf_ds_config")
+        return overlay(load_config(config.config, "hf_ds_config"), getattr(config, OWN_KEYS, {}))
     if isinstance(config, str) and config.lstrip().startswith("{"):
         try:
             config = json.loads(config)

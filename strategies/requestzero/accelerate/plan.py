@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from requestzero.accelerate.changes import Changes
 from requestzero.accelerate.launch import PRECISION_PLACE, launched_sources
 from requestzero.accelerate.options import (
     argument_source,
@@ -15,12 +16,14 @@ from requestzero.accelerate.options import (
     overflow_sources,
     settings_without_keys,
 )
+from requestzero.config.changes import without
 from requestzero.config.files import load_config
 from requestzero.config.keys import check_top_level_keys
 from requestzero.config.merge import Source, merge
 from requestzero.config.nested import Config, look_up, put
 from requestzero.config.options import RequestZeROSettings
 from requestzero.config.overflow import merged_overflow
+from requestzero.config.own_keys import pop_own_keys
 from requestzero.config.supported import check_supported, wants_offload
 from requestzero.config.translation import AUTO, from_config
 from requestzero.config.validation import Count, check
@@ -38,10 +41,14 @@ class Plan:
     """A DeepSpeed config that everybody agrees on."""
 
     config: Config
-    """With our own keys, and with ``"auto"`` where it can be known only later."""
+    """Without our own keys, and with ``"auto"`` where it can be known only later."""
+    own: Config
+    """Our own keys, in their sections."""
     written: Config
-    """The same without the precision that ``accelerate launch`` was told: sections ``fp16`` and ``bf16`` as written."""
+    """Both without the precision that ``accelerate launch`` was told: sections ``fp16`` and ``bf16`` as written."""
     sources: list[Source]
+    without_keys: RequestZeROSettings
+    """The options that have no DeepSpeed key, and ``overflow``, as they were given."""
     settings: RequestZeROSettings
     steps: int | None
     """``gradient_accumulation_steps``, the requests in a window, where a place says it."""
@@ -52,6 +59,15 @@ class Plan:
         """Return the places that say a value of ``key``, for messages."""
         places = [source.place for source in self.sources if look_up(source.config, key) not in (None, AUTO)]
         return " and ".join(places) or "the plugin's DeepSpeed config"
+
+    def changed(self, changes: Changes) -> Plan:
+        """Return the plan in which the changes count in the place of whatever said the same keys before.
+
+        Raises:
+            ValueError: as :func:`make_plan` does.
+        """
+        kept = [Source(source.place, without(source.config, changes.keys)) for source in self.sources]
+        return _make([*kept, *changes.sources], replace(self.without_keys, **changes.without_keys))
 
 
 def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
@@ -73,19 +89,27 @@ def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
         Source(describe_config(arguments["hf_ds_config"]), load_deepspeed_config(arguments["hf_ds_config"])),
         *launched_sources(environ),
     ]
+    merge(*overflow_sources(arguments, options), *sources)  # whether they agree
+    return _make(sources, own)
+
+
+def _make(sources: list[Source], without_keys: RequestZeROSettings) -> Plan:
     for source in sources:
         _check_source(source)
     config = merge(*sources)
     written = merge(*[source for source in sources if not source.place.startswith(PRECISION_PLACE)])
-    merge(*overflow_sources(arguments, options), *sources)  # whether they agree
     if look_up(config, "zero_optimization.stage") in (None, AUTO):
         put(config, "zero_optimization.stage", RequestZeROSettings.stage)
     check_supported(config)
+    settings = _settings(config, written, without_keys)
+    own = pop_own_keys(config)
     return Plan(
         config=config,
+        own=own,
         written=written,
         sources=sources,
-        settings=_settings(config, written, own),
+        without_keys=without_keys,
+        settings=settings,
         steps=_said_steps(config),
         clipping=_said_clipping(config),
     )

@@ -16,14 +16,17 @@ from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from typing_extensions import override
 
+from requestzero.accelerate.changes import find_changes
 from requestzero.accelerate.launch import launched_precision, precision_config
-from requestzero.accelerate.options import OWN_OPTIONS
+from requestzero.accelerate.options import OWN_KEYS, OWN_OPTIONS
 from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
 from requestzero.accelerate.request_safe_plugin import RequestSafePlugin
+from requestzero.config.merge import overlay
 from requestzero.config.nested import look_up, update
 from requestzero.config.options import OverflowSettings
 from requestzero.config.overflow import merged_overflow, overflow_to_config
+from requestzero.config.own_keys import pop_own_keys
 from requestzero.config.precision import precision_of
 from requestzero.config.translation import AUTO
 from requestzero.environment.versions import require_supported_deepspeed
@@ -108,25 +111,63 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         install_if_needed()
         join_ranks()
         self.plan = plan
+        self._precision_known = False
         self._adopt(plan)
         super().__post_init__()
         if "steps_per_print" in plan.config:
             self.deepspeed_config["steps_per_print"] = plan.config["steps_per_print"]
+        self.note_state()
 
     def _adopt(self, plan: Plan) -> None:
         """Set the fields that Accelerate's part of the construction reads to what the plan says."""
-        settings = plan.settings
         if isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             # Transformers' Trainer goes on with this object.
             self.hf_ds_config.config = copy.deepcopy(plan.config)
         else:
             self.hf_ds_config = HfDeepSpeedConfig(plan.config)
+        self._adopt_settings(plan)
+
+    def _adopt_settings(self, plan: Plan) -> None:
+        settings = plan.settings
+        setattr(self.hf_ds_config, OWN_KEYS, plan.own)
         self.zero_stage = settings.stage
         self.offload_optimizer_device = "cpu" if settings.offload_optimizer else "none"
         self.gradient_accumulation_steps = AUTO if plan.steps is None else plan.steps
         self.gradient_clipping = AUTO if plan.clipping is None else plan.clipping
         for name in {item.name for item in fields(self)}.intersection(OWN_OPTIONS):
             setattr(self, name, getattr(settings, name))
+
+    @override
+    def note_state(self) -> None:
+        """Note the public config and attributes as they are now."""
+        self._state = copy.deepcopy(self.deepspeed_config), self._arguments()
+
+    def _arguments(self) -> dict[str, Any]:
+        names = [item.name for item in fields(self) if item.name != "hf_ds_config"]  # Trainer puts an equal one in
+        return {name: copy.deepcopy(getattr(self, name)) for name in names}
+
+    @override
+    def take_over_changes(self) -> None:
+        """Take over what was set in the public config and in attributes since the plugin was built.
+
+        Raises:
+            ValueError: it is not allowed, does not apply, or two places say different values.
+        """
+        config, arguments = self._state
+        own = pop_own_keys(self.deepspeed_config)
+        changes = find_changes((config, self.deepspeed_config), own, (arguments, self._arguments()))
+        if not changes:
+            return
+        self.plan = self.plan.changed(changes)
+        for source in changes.sources:
+            update(self.deepspeed_config, source.config)
+        pop_own_keys(self.deepspeed_config)
+        self.hf_ds_config.config = self.deepspeed_config
+        self.hf_ds_config.set_stage_and_offload()
+        self._adopt_settings(self.plan)
+        if self._precision_known:
+            self._put_overflow_in()
+        self.note_state()
 
     def requests(self, accelerator: Accelerator) -> Requests:
         """Return the interface for requests of several micro-batches, in a loop with ``accelerator``."""
@@ -172,19 +213,27 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         Raises:
             ValueError: the config or an overflow option is for another precision, or the device cannot do it.
         """
+        self.take_over_changes()
         self._check_precision(mixed_precision)
         for name in ("bf16", "fp16"):
             if name in self.deepspeed_config:  # Accelerate looks at sections that say "auto" only
                 self.deepspeed_config[name].setdefault("enabled", AUTO)
         super().set_mixed_precision(mixed_precision)
+        self._put_overflow_in()
+        self._precision_known = True
+        self.note_state()
+
+    def _put_overflow_in(self) -> None:
+        """Put the overflow options into the config, by the keys of its precision."""
         chosen = precision_of(self.deepspeed_config)
         if chosen == "fp16":
             _check_fp16()
         overflow = merged_overflow(self.settings.overflow, self.plan.written, chosen)
         # In place: the object that holds the config holds the same dict.
         update(self.deepspeed_config, overflow_to_config(overflow, chosen))
+        own = overlay(self.plan.own, pop_own_keys(self.deepspeed_config))
         self.overflow = overflow
-        self.plan = replace(self.plan, settings=replace(self.settings, overflow=overflow))
+        self.plan = replace(self.plan, own=own, settings=replace(self.settings, overflow=overflow))
 
     def _check_precision(self, mixed_precision: str) -> None:
         wanted = precision_config(mixed_precision)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from requestzero.accelerate.plan import Plan
 from requestzero.config.engine_options import EngineOptions, take_engine_options
+from requestzero.config.merge import overlay
 from requestzero.config.nested import Config
 from requestzero.config.options import RequestZeROSettings
 
@@ -19,9 +19,11 @@ class RequestSafePlugin:
     plan: Plan
     """All places of the configuration, merged."""
     deepspeed_config: Config
-    """The DeepSpeed config, with our own keys."""
+    """The DeepSpeed config, without our own keys, since others give it to ``deepspeed.initialize``."""
     is_train_batch_min: bool
     """As in ``DeepSpeedPlugin``."""
+    adopted_steps: int | None = None
+    """Requests per update that an Accelerator has taken over from the plugin."""
     builds_engine = False
     """True while a request-safe engine is built from the plugin."""
 
@@ -33,7 +35,19 @@ class RequestSafePlugin:
     @property
     def engine_options(self) -> EngineOptions:
         """Options of the engine beside the DeepSpeed config; complete once the precision is known."""
-        return take_engine_options(copy.deepcopy(self.deepspeed_config))
+        return take_engine_options(overlay(self.deepspeed_config, self.plan.own))
+
+    def take_over_changes(self) -> None:
+        """Take over what was set in the public config and in attributes since the plugin was built.
+
+        Raises:
+            ValueError: it is not allowed, does not apply, or two places say different values.
+        """
+        raise NotImplementedError
+
+    def note_state(self) -> None:
+        """Note the public config and attributes as they are now, which are no changes by the program."""
+        raise NotImplementedError
 
     @contextmanager
     def building_engine(self) -> Iterator[None]:

@@ -14,11 +14,27 @@ class WindowTally:
     window: UpdateWindow
     """The engine's counts of the same window."""
     blocks: int = 0
-    """``accelerator.accumulate`` blocks in the window."""
+    """``accelerator.accumulate`` blocks since Accelerate last ended a window, whether the loop has stepped there or
+    not: each of them counts as one of N, by which the loop divides without DeepSpeed too."""
+    ended: bool = False
+    """True if the last block ends a window."""
     marked: bool = False
     """True once the ends of requests were marked explicitly."""
     divided: bool | None = None
     """True if the caller has divided the losses; ``None`` before the first backward."""
+
+    def begin_block(self, ends_window: bool) -> None:
+        """Count an ``accelerator.accumulate`` block, also one without a backward.
+
+        Args:
+            ends_window: ``accelerator.sync_gradients`` in the block.
+        """
+        self.blocks = 1 if self.ended else self.blocks + 1
+        self.ended = ends_window
+
+    def of_next(self, window: UpdateWindow) -> WindowTally:
+        """Return the tally of the window that follows, after a step or a discarded window."""
+        return WindowTally(window, blocks=0 if self.ended else self.blocks)
 
     def note(self, divided: bool, marked: bool) -> None:
         """Note a backward.

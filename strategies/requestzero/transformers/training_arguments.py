@@ -6,7 +6,6 @@ Written for Transformers 5.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,15 @@ from requestzero.config.nested import Config
 from requestzero.zero.process_group import without_inference_operator
 
 
-@dataclass
 class RequestZeROTrainingArguments(TrainingArguments):
     """``TrainingArguments`` whose ``deepspeed=`` makes a ``RequestZeROPlugin``.
+
+    Also a mixin for what derives from ``TrainingArguments``, before or after it, with or without ``@dataclass``::
+
+        class Arguments(RequestZeROTrainingArguments, SFTConfig):
+            pass
+
+    It has no fields of its own and changes no default of the other class.
 
     ``deepspeed`` is a dict, an OmegaConf object, or the path of a JSON or YAML file, with
     ``zero_optimization.retain_gpu_grad_partition_until_step`` and all else in its place there. On a machine without an
@@ -39,6 +44,19 @@ class RequestZeROTrainingArguments(TrainingArguments):
             :class:`~requestzero.RequestZeROPlugin` does.
         FileNotFoundError, ImportError: see :class:`~requestzero.RequestZeROPlugin`.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the other bases come first.
+
+        HACK: ``@dataclass`` takes the defaults of ``TrainingArguments``, which this class inherits, for those of this
+        class, and lets them count in the place of a later base's. Moved behind that one it stands right before
+        ``TrainingArguments``, where its methods do the same.
+        """
+        super().__init_subclass__(**kwargs)
+        own = [base for base in cls.__bases__ if _is_mixin(base)]
+        others = [base for base in cls.__bases__ if not _is_mixin(base)]
+        if any(issubclass(base, TrainingArguments) for base in others):
+            cls.__bases__ = (*others, *own)
 
     @override
     def __post_init__(self) -> None:
@@ -59,6 +77,11 @@ class RequestZeROTrainingArguments(TrainingArguments):
         if name == "deepspeed_plugin" and isinstance(value, DeepSpeedPlugin):
             value = as_request_zero(value)
         super().__setattr__(name, value)
+
+
+def _is_mixin(base: type) -> bool:
+    """Return true for our class and for subclasses that have no fields of their own."""
+    return issubclass(base, RequestZeROTrainingArguments) and "__dataclass_fields__" not in vars(base)
 
 
 def as_request_zero(plugin: DeepSpeedPlugin) -> RequestZeROPlugin:

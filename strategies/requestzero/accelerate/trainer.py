@@ -1,0 +1,114 @@
+"""The patch of ``deepspeed_init``, by which transformers' ``Trainer`` starts a training or an evaluation.
+
+HACK: under DeepSpeed ``Trainer`` makes a new optimizer at every ``train()``, which ``accelerator.prepare`` then gets
+without the model, and refuses ``evaluate()`` before ``train()``, as both need an engine of stage 3. It offers no hook
+there. With the patch both do what they do without DeepSpeed, for our plugins only. Written for Transformers 5.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from typing import Any
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
+
+from requestzero.accelerate.config_scheduler import start_scheduler
+from requestzero.accelerate.request_safe_plugin import RequestSafePlugin
+from requestzero.config.precision import precision_of
+from requestzero.config.translation import AUTO
+
+_INSTALLED = "_requestzero_installed"
+_FORWARD = "_requestzero_forward"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def install_if_imported() -> None:
+    """Install the patch once ``transformers.trainer`` is imported, which whoever has a ``Trainer`` has done."""
+    module = sys.modules.get("transformers.trainer")
+    original = getattr(module, "deepspeed_init", None)
+    if module is None or original is None or hasattr(original, _INSTALLED):
+        return
+
+    @functools.wraps(original)
+    def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> tuple[Any, Any]:
+        if not isinstance(trainer.accelerator.state.deepspeed_plugin, RequestSafePlugin):
+            return original(trainer, num_training_steps, inference=inference)
+        if inference:
+            _prepare_for_evaluation(trainer)
+            return None, None
+        _end_evaluation(trainer)
+        engine = _prepared_engine(trainer)
+        if engine is None:
+            return original(trainer, num_training_steps)
+        _restart_scheduler(trainer, engine, num_training_steps)
+        return trainer.optimizer, trainer.lr_scheduler
+
+    setattr(deepspeed_init, _INSTALLED, True)
+    module.deepspeed_init = deepspeed_init  # type: ignore[attr-defined]
+
+
+def _prepare_for_evaluation(trainer: Any) -> None:
+    """Put the model on the device, computing in the engine's dtype, and let ``Trainer`` use it as it is.
+
+    Its weights keep their dtype, of which the engine makes its master weights later.
+    """
+    model, device = trainer.model.to(trainer.args.device), trainer.args.device
+    dtype = _DTYPES.get(precision_of(trainer.accelerator.state.deepspeed_plugin.deepspeed_config))
+    if dtype is not None and _FORWARD not in vars(model):
+        vars(model)[_FORWARD] = vars(model).get("forward")
+        model.forward = convert_outputs_to_fp32(torch.autocast(device.type, dtype)(model.forward))
+    if not any(each is model for each in trainer.accelerator._models):
+        trainer.accelerator._models.append(model)
+
+
+def _end_evaluation(trainer: Any) -> None:
+    """Undo what :func:`_prepare_for_evaluation` has done, but for the device."""
+    model = trainer.model
+    trainer.accelerator._models[:] = [each for each in trainer.accelerator._models if each is not model]
+    if _FORWARD in vars(model):
+        del model.forward
+        original = vars(model).pop(_FORWARD)
+        if original is not None:
+            model.forward = original
+
+
+def _prepared_engine(trainer: Any) -> Any:
+    """Return the engine of an earlier ``train()``, or ``None`` if a new one is needed."""
+    accelerator = trainer.accelerator
+    accelerator.has_trainer = True
+    return trainer.model_wrapped if accelerator.take_back_engine(trainer.model_wrapped) else None
+
+
+def _restart_scheduler(trainer: Any, engine: Any, steps: int) -> None:
+    """Make the scheduler of the config anew, as ``Trainer`` does with one of its own, for another number of steps."""
+    if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
+        return
+    scheduler = _scheduler_of_config(trainer, engine, steps) or _scheduler_of_trainer(trainer, engine, steps)
+    engine.lr_scheduler = trainer.lr_scheduler.scheduler = scheduler
+
+
+def _scheduler_of_config(trainer: Any, engine: Any, steps: int) -> Any:
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    section = config.config.get("scheduler")
+    if section is None:
+        return None
+    params = section.setdefault("params", {})
+    for name in ("total_num_steps", "warmup_num_steps"):  # which have to be those of the arguments
+        if name in params:
+            params[name] = AUTO
+    config.trainer_config_finalize(trainer.args, trainer.model, steps)
+    engine._config.scheduler_params = params
+    scheduler = engine._scheduler_from_config(engine.optimizer)
+    start_scheduler(scheduler)
+    return scheduler
+
+
+def _scheduler_of_trainer(trainer: Any, engine: Any, steps: int) -> Any:
+    """Return the scheduler that ``Trainer`` makes beside an optimizer of the config."""
+    other = copy.copy(trainer)
+    other.lr_scheduler = None
+    return other.create_scheduler(num_training_steps=steps, optimizer=engine.basic_optimizer)

@@ -1,0 +1,131 @@
+"""What a program may call of a ``Trainer`` besides one ``train()``: as without DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from requestzero.config.option_record import OWN_SECTIONS
+from support.accelerate_state import fresh
+from support.ranks import RankGroup
+from support.setup import KEEP_OPTIMIZER
+from support.tiny_llama import tiny_llama
+from support.trainer import quiet, with_documented_line
+
+AUTO: dict[str, Any] = {
+    name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+}
+STAGE_2 = {**AUTO, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}
+OFFLOAD = {**AUTO, **KEEP_OPTIMIZER, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+WARMUP = {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+SCHEDULER = {
+    "type": "WarmupDecayLR",
+    "params": {**WARMUP, "warmup_type": "linear"},
+}
+
+
+def make_rows(count: int = 24) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(0, 32, (count, 8), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def make_trainer(deepspeed: Any, model_init: bool = False, **options: Any) -> Any:
+    from transformers import Trainer, set_seed
+
+    from requestzero.transformers import RequestZeROTrainingArguments
+
+    given = quiet(per_device_train_batch_size=2, gradient_accumulation_steps=2, optim="adamw_torch", **options)
+    given = {"max_steps": 3, "learning_rate": 1e-2, "logging_steps": 1, **given}
+    if deepspeed is None:
+        args = with_documented_line(None, given)
+    else:
+        args = RequestZeROTrainingArguments(deepspeed=deepspeed, **given)
+    set_seed(0)
+    model: dict[str, Any] = {"model_init": lambda: tiny_llama()} if model_init else {"model": tiny_llama()}
+    return Trainer(args=args, train_dataset=make_rows(), eval_dataset=make_rows(8), **model)
+
+
+def weights(trainer: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().float().cpu() for p in trainer.model.parameters()])
+
+
+def rates(trainer: Any) -> list[float]:
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+def train_twice(deepspeed: Any, model_init: bool = False) -> list[Any]:
+    with fresh():
+        trainer = make_trainer(deepspeed, model_init)
+        found = []
+        for steps in (3, 5):
+            trainer.args.max_steps = steps
+            found += [trainer.train().global_step, weights(trainer), rates(trainer)]
+        return found
+
+
+@pytest.mark.parametrize("deepspeed", [STAGE_2, OFFLOAD])
+def test_train_twice(two_ranks: RankGroup, deepspeed: dict[str, Any]) -> None:
+    """The second call goes on with the model and the optimizer's state, and with a new scheduler."""
+    (expected, _), (found, _) = (two_ranks.run(train_twice, each) for each in (None, deepspeed))
+    assert found[0::3] == expected[0::3] == [3, 5]
+    assert found[2::3] == expected[2::3]
+    for one, other in zip(found[1::3], expected[1::3], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_train_twice_with_a_new_model(one_rank: RankGroup) -> None:
+    (expected,), (found,) = (one_rank.run(train_twice, each, model_init=True) for each in (None, STAGE_2))
+    torch.testing.assert_close(found[4], expected[4], rtol=1e-4, atol=1e-6)
+
+
+def test_the_scheduler_of_the_config_has_no_lag(one_rank: RankGroup) -> None:
+    """And begins anew in a second ``train()``. Without one, ``Trainer``'s own linear scheduler does the same."""
+    (expected,), (found,) = (
+        one_rank.run(scheduled, deepspeed) for deepspeed in (STAGE_2, {**STAGE_2, "scheduler": SCHEDULER})
+    )
+    assert found[0] == pytest.approx(expected[0])
+    assert found[1] == pytest.approx(expected[1])
+
+
+def scheduled(deepspeed: Any) -> list[list[float]]:
+    with fresh():
+        trainer = make_trainer(deepspeed, warmup_steps=2)
+        found = []
+        for steps in (4, 6):
+            trainer.args.max_steps = steps
+            trainer.train()
+            found.append(rates(trainer))
+        return found
+
+
+def evaluated(deepspeed: Any, first: bool, bf16: bool) -> list[Any]:
+    with fresh():
+        trainer = make_trainer(deepspeed, bf16=bf16)
+        losses = [trainer.evaluate()["eval_loss"] for _ in range(2 * first)]
+        trainer.train()
+        return [losses, weights(trainer)]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_evaluate_before_train(two_ranks: RankGroup, bf16: bool) -> None:
+    """Without DeepSpeed ``evaluate`` leaves the model unwrapped, and a ``train`` after it without its other ranks."""
+    plain = two_ranks.run(evaluated, None, True, bf16)[0][0]
+    (found, weights), (_, expected) = (two_ranks.run(evaluated, STAGE_2, first, bf16)[0] for first in (True, False))
+    assert found == pytest.approx(plain, rel=1e-2 if bf16 else 1e-6)
+    assert torch.equal(weights, expected)
+
+
+def seen_by_others() -> list[set[str]]:
+    with fresh():
+        config = {**OFFLOAD, "overflow": {"on_overflow": "skip"}}
+        trainer = make_trainer(config)
+        trainer.train()
+        plugin = trainer.accelerator.state.deepspeed_plugin
+        places = plugin.deepspeed_config, plugin.hf_ds_config.config, trainer.args.hf_deepspeed_config.config
+        return [set(place) & set(OWN_SECTIONS) for place in places]
+
+
+def test_none_of_our_keys_is_in_the_configs_that_others_see(one_rank: RankGroup) -> None:
+    assert one_rank.run(seen_by_others) == [[set()] * 3]
