@@ -135,7 +135,7 @@ def test_the_overflow_options_follow_a_changed_precision() -> None:
 
 
 def test_building_an_engine_changes_no_plan(one_rank: RankGroup) -> None:
-    """What ``prepare`` itself has put into the config is no wish of the program."""
+    """The values that ``prepare`` itself puts into the config are none that the program has set."""
     one_rank.run(prepare_twice)
 
 
