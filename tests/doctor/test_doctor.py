@@ -105,13 +105,23 @@ def test_a_config_that_loses_is_status_3(tmp_path: Path, capsys: pytest.CaptureF
     assert found["config"]["refusal"] is None
 
 
+def test_a_config_of_stage_3_loses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1000}}
+    found = report(capsys, written(tmp_path, config))
+    assert (found["status"], found["config"]["refusal"]) == (3, None)
+    assert found["config"]["losses"].keys() == {"late_after_first_backward", "absent_from_window"}
+
+
 def test_a_config_without_loss_is_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, written(tmp_path, SAFE))
     assert (found["status"], found["config"]["losses"]) == (0, {})
 
 
 REFUSED = {
-    "stage 3": ({"zero_optimization": {"stage": 3}}, "stage=3 was asked"),
+    "stage 3": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        "zero_optimization.offload_param.device='nvme' was asked",
+    ),
     "stage 0": ({}, "stage=0 was asked"),
     "unknown key": ({"zero_optimisation": {}, "zero_optimization": {"stage": 1}}, "Did you mean 'zero_optimization'"),
     "unknown ZeRO key": ({"zero_optimization": {"stage": 1, "overlap": True}}, "is no ZeRO option"),

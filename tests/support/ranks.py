@@ -200,6 +200,10 @@ def _join(rank: int, world_size: int, rendezvous: str) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
+    with patch.object(torch, "compile", lambda function=None, **_: function or (lambda each: each)):
+        # Which every optimizer of ZeRO 3 imports: its decorators would load the compiler.
+        import deepspeed.runtime.zero.muon.original_muon
+
     deepspeed.utils.logger.setLevel("ERROR")
     if cuda:
         torch.cuda.set_device(rank)

@@ -42,8 +42,8 @@ def assert_exact_window(engine: Any, micros: list[Micro]) -> None:
 
 def run_windows(setup: Setup, windows: list[Window], requestzero: bool = True) -> list[list[torch.Tensor]]:
     """Train over ``windows`` on this rank; for each the applied gradient of every layer."""
-    # Stock reads another parameter's master weights under round_robin_gradients.
-    weights = masters if requestzero else module_weights
+    # Stock reads another parameter's master weights under round_robin_gradients; the module's are in parts at stage 3.
+    weights = masters if requestzero or setup.stage == 3 else module_weights
     with fp16_where_needed(setup.model):
         engine = build(setup, requestzero)
         applied = []

@@ -24,7 +24,7 @@ from requestzero.config.nested import Config, look_up, put
 from requestzero.config.options import RequestZeROSettings
 from requestzero.config.overflow import merged_overflow
 from requestzero.config.own_keys import pop_own_keys
-from requestzero.config.supported import check_supported, wants_offload
+from requestzero.config.supported import check_stage_of_front_end, check_supported, wants_offload
 from requestzero.config.translation import AUTO, from_config
 from requestzero.config.validation import Count, check
 from requestzero.config.values import CLIPPING, check_zero_section
@@ -101,6 +101,7 @@ def _make(sources: list[Source], without_keys: RequestZeROSettings) -> Plan:
     if look_up(config, "zero_optimization.stage") in (None, AUTO):
         put(config, "zero_optimization.stage", RequestZeROSettings.stage)
     check_supported(config)
+    check_stage_of_front_end(config, "RequestZeROPlugin")
     settings = _settings(config, written, without_keys)
     own = pop_own_keys(config)
     return Plan(

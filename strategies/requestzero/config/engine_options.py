@@ -9,6 +9,8 @@ from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.overflow import merged_overflow
 from requestzero.config.own_keys import check_own_keys, pop_own_keys
 from requestzero.config.precision import precision_of
+from requestzero.config.stage_3 import STAGE as STAGE_3
+from requestzero.config.stage_3 import combination_problems
 from requestzero.config.translation import from_config
 
 
@@ -48,6 +50,11 @@ def take_engine_options(config: Config) -> EngineOptions:
 
 def _check_combinations(options: EngineOptions, config: Config) -> None:
     """Raise ValueError where an option disagrees with one of DeepSpeed's."""
+    if look_up(config, "zero_optimization.stage") == STAGE_3:
+        for problem in combination_problems(
+            options.retain_gpu_grad_partition_until_step, options.rank_dependent_parameters
+        ):
+            raise ValueError(problem)
     if options.overflow.on_overflow == "drop_request" and config.get("managed_gradient_accumulation") is False:
         raise ValueError(
             "overflow.on_overflow='drop_request' and managed_gradient_accumulation=false disagree: without request "

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from requestzero.config.nested import section_of
+from requestzero.config.stage_3 import STAGE as STAGE_3
+from requestzero.config.stage_3 import check_stage_3
 
 
 def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
@@ -17,11 +19,13 @@ def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
     """
     zero = section_of(config, "zero_optimization")
     stage = zero.get("stage", 0)
-    if stage not in (1, 2):
-        advice = "call deepspeed.initialize for it" if stage == 3 else "set it to 1 or 2, or use plain DDP"
+    if stage not in (1, 2, 3):
         raise ValueError(
-            f"zero_optimization.stage={stage!r} was asked, and requestzero makes stages 1 and 2 request-safe: {advice}."
+            f"zero_optimization.stage={stage!r} was asked, and requestzero makes stages 1, 2 and 3 request-safe: "
+            "set it to 1, 2 or 3, or use plain DDP."
         )
+    if stage == STAGE_3:
+        check_stage_3(config, model)
     if zero.get("zenflow") is not None:
         raise ValueError(
             "zero_optimization.zenflow was asked, which keeps a gradient path of its own: remove it "
@@ -44,6 +48,20 @@ def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
         )
 
 
+def check_stage_of_front_end(config: Mapping[str, Any], front_end: str) -> None:
+    """Raise ValueError where the configuration asks for a stage that the engine has and ``front_end`` has not.
+
+    Args:
+        config: a DeepSpeed configuration.
+        front_end: its name in the message.
+    """
+    if section_of(config, "zero_optimization").get("stage") == STAGE_3:
+        raise ValueError(
+            f"zero_optimization.stage=3 was asked, which {front_end} does not build: set it to 1 or 2, or call "
+            "requestzero.initialize, whose engine is request-safe at stage 3."
+        )
+
+
 def wants_offload(config: Mapping[str, Any]) -> bool:
     """Return true if a DeepSpeed config asks for optimizer offload.
 
@@ -59,7 +77,7 @@ def wants_offload(config: Mapping[str, Any]) -> bool:
     device = section["device"] if isinstance(section, Mapping) else section
     if device not in (None, "none", "cpu"):
         raise ValueError(
-            f"zero_optimization.offload_optimizer.device={device!r} does not apply: ZeRO 1 and 2 offload the "
-            "optimizer to 'cpu' only."
+            f"zero_optimization.offload_optimizer.device={device!r} does not apply: requestzero offloads the optimizer "
+            "to 'cpu' only."
         )
     return device == "cpu"

@@ -12,6 +12,7 @@ from typing import Any
 from requestzero.config.keys import STAGE_3_KEYS
 from requestzero.config.nested import Config
 from requestzero.config.own_keys import own_names
+from requestzero.config.stage_3 import STAGE as STAGE_3
 from requestzero.config.suggestion import did_you_mean
 from requestzero.config.translation import AUTO
 from requestzero.config.validation import Choice, Count, Number, check
@@ -26,7 +27,7 @@ _USE_A_DTYPE = "use 'fp16', 'bf16' or 'fp32'"
 
 
 def check_zero_section(config: Config, source: str) -> None:
-    """Raise ValueError for a ZeRO option that does not exist, that only stage 3 has, or with a wrong value.
+    """Raise ValueError for a ZeRO option that does not exist, that only another stage has, or with a wrong value.
 
     Args:
         config: a DeepSpeed config.
@@ -40,6 +41,8 @@ def check_zero_section(config: Config, source: str) -> None:
     known = {*fields, *(field.alias for field in fields.values() if field.alias), *own}
     for key in section:
         _check_zero_key(key, known, source)
+        if section.get("stage") != STAGE_3:
+            _check_stage_of_key(key, source)
     parsed = _parse(DeepSpeedZeroConfig, section, "zero_optimization", source)
     for key, rule in BUCKET_SIZES.items():
         if section.get(key, AUTO) != AUTO:
@@ -54,10 +57,13 @@ def _check_zero_key(key: str, known: set[str], source: str) -> None:
         raise ValueError(f"{given} is not possible: {_REMOVED_ZERO_CONFIG_KEYS[key]}")
     if key not in known:
         raise ValueError(f"{given} is no ZeRO option of DeepSpeed.{did_you_mean(key, known)}")
+
+
+def _check_stage_of_key(key: str, source: str) -> None:
     if key in STAGE_3_KEYS or key.startswith("stage3_"):
         raise ValueError(
-            f"{given} does not apply: it belongs to ZeRO stage 3, and RequestZeRO makes stages 1 and 2 request-safe; "
-            "leave it out."
+            f"zero_optimization.{key} in {source} does not apply: it belongs to ZeRO stage 3; leave it out, or ask for "
+            "that stage."
         )
 
 

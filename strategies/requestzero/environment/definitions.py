@@ -57,6 +57,8 @@ class Source:
     def find(self, qualname: str) -> dict[str, Definition]:
         """Return what ``qualname`` is here: at ``""``, and a property's accessors at their names."""
         *classes, name = qualname.split(".")
+        if classes:  # a name that is private to its class stands there without it
+            name = name.removeprefix(f"_{classes[-1].lstrip('_')}") if f"{classes[-1]}__" in name else name
         body = self.tree.body
         for each in classes:
             inner = [node for node in statements(body) if isinstance(node, ast.ClassDef) and node.name == each]

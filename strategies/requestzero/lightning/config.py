@@ -14,7 +14,7 @@ from requestzero.config.nested import Config
 from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.overflow import merged_overflow, overflow_to_config
 from requestzero.config.precision import PRECISIONS
-from requestzero.config.supported import check_supported, wants_offload
+from requestzero.config.supported import check_stage_of_front_end, check_supported, wants_offload
 from requestzero.config.translation import from_config, to_config
 from requestzero.config.values import check_values, check_zero_section
 from requestzero.lightning.options import check_offload, merge_loss_scale, options_to_config
@@ -74,6 +74,7 @@ def merge_arguments(
     merge(Source("overflow", to_config(OverflowSettings, overflow.given())), user)
     merged = overlay(default_config(offloads), merge(Source(ARGUMENTS, arguments), user))
     check_supported(merged)
+    check_stage_of_front_end(merged, "RequestZeRO")
     check_zero_section(user.config, user.place)
     check_values(user.config, user.place)
     effective = effective_settings(merged, settings)

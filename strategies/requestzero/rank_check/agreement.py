@@ -77,6 +77,23 @@ class RankAgreement(Agreement):
         self._compare(self._progress.begins())
 
     @override
+    def before_forward(self, evaluates: bool) -> None:
+        self.check()
+        self._reducing = False
+        if evaluates:
+            self._agree(self._progress.evaluates())
+            self._waiting_for = lambda: self._progress.evaluates(Kind.GATHER)
+            return
+        request = self._progress.request
+        if request.ended(self._progress.window):
+            self.begin_request(None, None, None)
+        elif request.forwards >= (request.micro_batches or 0):
+            self._compare(self._progress.forwards())
+        self._comparison.finish()
+        self._progress.request.forwards += 1
+        self._waiting_for = lambda: self._progress.forwards(Kind.GATHER)
+
+    @override
     def begin_backward(self, last: bool) -> None:
         self.check()
         self._order.restart()

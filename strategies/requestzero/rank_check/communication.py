@@ -43,10 +43,26 @@ class WatchedCommunication:
         """Run ``deepspeed.comm.reduce_scatter_tensor`` (collective)."""
         return self._run(dist.reduce_scatter_tensor, output, *args, **kwargs)
 
+    def broadcast(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run ``deepspeed.comm.broadcast`` (collective)."""
+        return self._run(dist.broadcast, tensor, *args, **kwargs)
+
+    def reduce_scatter_fn(
+        self, output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run ``deepspeed.comm.reduce_scatter_fn`` of equal shares (collective).
+
+        Gloo's all-reduces the whole input, and its work ignores the time limit of a wait: so does this, under watch.
+        """
+        if output_tensor.device.type != "cpu":
+            return dist.reduce_scatter_fn(output_tensor, tensor, group=group, **kwargs)
+        self.all_reduce(tensor, group=group)
+        output_tensor.copy_(tensor.view(-1, output_tensor.numel())[dist.get_rank(group=group)])
+
     def _run(self, collective: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.device.type != "cpu" or kwargs.get("async_op"):
             return collective(tensor, *args, **kwargs)
-        work = collective(tensor, *args, async_op=True, **kwargs)
+        work = collective(tensor, *args, **(kwargs | {"async_op": True}))
         if work is not None:  # a rank outside the group has none
             self._agreement.wait(work)
         return None

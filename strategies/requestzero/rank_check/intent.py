@@ -38,6 +38,12 @@ class Kind(IntEnum):
     """Waits at a request's end, where its gradient is checked (only reported)."""
     CHECKPOINT = 14
     """Saves or loads a checkpoint."""
+    FORWARD = 15
+    """Runs a forward that was not announced, where that is collective."""
+    EVALUATION = 16
+    """Runs a forward without gradients, where that is collective."""
+    GATHER = 17
+    """Waits in such a forward (only reported)."""
 
 
 NUMBERS = 5

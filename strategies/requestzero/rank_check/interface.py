@@ -33,6 +33,13 @@ class Agreement:
             window_end: true or false where it is known if a step follows it.
         """
 
+    def before_forward(self, evaluates: bool) -> None:
+        """Agree on a forward that gathers weights from all ranks, as at stage 3 (collective, unless it was announced).
+
+        Args:
+            evaluates: no backward can follow it.
+        """
+
     def begin_backward(self, last: bool) -> None:
         """Announce a backward without waiting; ``last`` where its request is known to end with it."""
 

@@ -14,7 +14,7 @@ HINT = (
 )
 PARAMETERS_HINT = (
     "Where parameters take part on some ranks only (adapters, experts, conditional branches), set "
-    "rank_dependent_parameters=true."
+    "rank_dependent_parameters=true; at stage 3 make their module a leaf module (zero_optimization.leaf_module)."
 )
 _NAMES_SHOWN = 5
 

@@ -51,6 +51,16 @@ class Progress:
         end = "" if request.window_end is None else end
         return self.intent(Kind.REQUEST, f"begins {request}{size}{end}", repr(request.name), request.announced)
 
+    def forwards(self, kind: Kind = Kind.FORWARD) -> Intent:
+        """Return the intent to run another forward of the request."""
+        request = self.request
+        text = f"runs forward {request.forwards + (kind == Kind.FORWARD)} of {request}"
+        return self.intent(kind, text, str(request.forwards))
+
+    def evaluates(self, kind: Kind = Kind.EVALUATION) -> Intent:
+        """Return the intent to run a forward without gradients."""
+        return self.intent(kind, f"runs a forward without gradients after {self}", "evaluation")
+
     def reduces(self, kind: Kind = Kind.REDUCTION, content: str = "") -> Intent:
         """Return the intent to reduce gradients of the micro-batch at hand."""
         text = f"reduces the gradients of micro-batch {self.request.done + 1} of {self.request}"

@@ -29,6 +29,8 @@ class Request:
     """True or false where a step, or none, was announced to follow it."""
     done: int = 0
     """Micro-batches that were run or left out."""
+    forwards: int = 0
+    """Forwards that were begun for it, where ranks agree on them."""
     closed: bool = True
     """True once its end was marked."""
     window: Window | None = None

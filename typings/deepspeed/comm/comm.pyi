@@ -70,6 +70,33 @@ def reduce_scatter_tensor(
     log_name: str = "reduce_scatter_tensor",
     debug: Any = ...,
 ) -> Any: ...
+def broadcast(
+    tensor: torch.Tensor,
+    src: int,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "broadcast",
+    debug: Any = ...,
+) -> Any: ...
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ...,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    debug: Any = ...,
+) -> Any: ...
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_gather_into_tensor",
+    debug: Any = ...,
+) -> Any: ...
 def all_gather_object(
     object_list: list[Any],
     obj: Any,

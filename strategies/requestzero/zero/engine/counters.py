@@ -14,12 +14,13 @@ from requestzero.zero.engine.deprecated_calls import ReadoutFloat, ReadoutInt
 from requestzero.zero.overflow import skip_messages
 from requestzero.zero.overflow.skips import SkippedUpdate, SkipRecord
 from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
+from requestzero.zero.stage_3.optimizer import RequestZeROStage3Optimizer
 
 
 class CountingEngine(DeepSpeedEngine):
     """DeepSpeed's engine with a request-safe optimizer, and the record of its updates."""
 
-    optimizer: RequestZeROOptimizer
+    optimizer: RequestZeROOptimizer | RequestZeROStage3Optimizer
     _is_gradient_accumulation_boundary: bool | None
 
     def __init__(self, *args: Any, options: EngineOptions | None = None, **kwargs: Any) -> None:

@@ -6,11 +6,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from typing_extensions import override
@@ -20,11 +18,11 @@ from requestzero.config.validation import check_weight
 from requestzero.zero.common import life_cycle
 from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.engine.announcements import AnnouncingEngine
+from requestzero.zero.engine.optimizer_classes import OPTIMIZER_CLASSES, optimizer_classes_in_place
 from requestzero.zero.engine.step_arguments import check_divisor
 from requestzero.zero.overflow import skip_messages
 from requestzero.zero.overflow.skips import SkipRecord
-from requestzero.zero.patch import patched
-from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
+from requestzero.zero.stage_3.gathers import watch_gathers
 
 _SKIPS_IN_CHECKPOINT = "requestzero_skips"
 
@@ -293,7 +291,10 @@ class RequestZeROEngine(AnnouncingEngine):
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the forward of one micro-batch (this rank only).
+        """Run the forward of one micro-batch, or of an evaluation.
+
+        This rank only at stages 1 and 2. Collective at stage 3, which gathers weights: the ranks agree before. What
+        :meth:`begin_request` has announced needs no agreement of its own.
 
         At its end a released gradient partition begins to be reloaded (stage 2, CPU offload). Not before: what the
         forward needs for itself, such as logits, would meet the partition.
@@ -304,7 +305,12 @@ class RequestZeROEngine(AnnouncingEngine):
 
         Returns:
             What the model returns.
+
+        Raises:
+            RankDisagreementError: at stage 3, if another rank does something else.
         """
+        if self.zero_optimization_partition_weights():
+            self.agreement.before_forward(evaluates=not torch.is_grad_enabled())
         outputs = super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.zero_optimization_partition_gradients():
             self._prefetch_partitions()
@@ -390,16 +396,22 @@ class RequestZeROEngine(AnnouncingEngine):
             compares_weights=options.compare_weights,
         )
         self._choose_communication_dtype()
-        wanted = partial(RequestZeROOptimizer, window_options=window_options)
-        with patched(deepspeed_engine, "DeepSpeedZeroOptimizer", wanted):
+        with optimizer_classes_in_place(self.zero_optimization_stage(), window_options):
             built = super()._configure_zero_optimizer(optimizer)
-        if options.overflow.check_grad_overflow is not None and not self.bfloat16_enabled():
-            built.check_grad_overflow = options.overflow.check_grad_overflow or self.fp16_enabled()
+        built.check_grad_overflow = self._checks_grad_overflow()
         if options.rank_agreement:
             names = [built.param_names[param] for param in built.layout.params]
             built.ranks.agree_from_now_on(lambda: built.window, names.__getitem__)
+            if self.zero_optimization_partition_weights():
+                watch_gathers(built, built.ranks)
         built.on_unseen_gradient = self._refuse_unscaled
         return built
+
+    def _checks_grad_overflow(self) -> bool:
+        """Return whether gradients are checked; DeepSpeed tells its stage 3 nothing of it, and in fp32 no stage."""
+        if self.bfloat16_enabled():
+            return bool(self._config.bfloat16_config.check_grad_overflow)
+        return self.fp16_enabled() or bool(self.options.overflow.check_grad_overflow)
 
     def _choose_communication_dtype(self) -> None:
         """Reduce in fp32 where stage 1 accumulates in fp32, unless the user has chosen a dtype.
@@ -415,7 +427,7 @@ class RequestZeROEngine(AnnouncingEngine):
     def destroy(self) -> None:
         """Also leave the agreement of ranks."""
         # At the interpreter's end the store may be gone, and would be waited for.
-        if isinstance(getattr(self, "optimizer", None), RequestZeROOptimizer) and not sys.is_finalizing():
+        if isinstance(getattr(self, "optimizer", None), OPTIMIZER_CLASSES) and not sys.is_finalizing():
             self.agreement.close()
         super().destroy()
 

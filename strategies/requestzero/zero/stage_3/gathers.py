@@ -1,0 +1,71 @@
+"""DeepSpeed's collectives of a forward, above all its all-gathers of weights, waited for under watch.
+
+A rank whose forward or backward gathers weights waits for all others, of which one may have failed, or have gone on to
+something else. A wait for gloo can be made in pieces, and given up; on an accelerator gathers are queued, and the host
+does not wait here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from requestzero.rank_check.agreement import RankAgreement
+from requestzero.zero.common.ranks import Ranks
+from requestzero.zero.common.streams import has_streams
+from requestzero.zero.patch import patched
+
+_GATHER = "_dist_allgather_fn"
+
+
+class WatchedWork:
+    """A collective under way."""
+
+    def __init__(self, work: Any, agreement: RankAgreement) -> None:
+        self._work, self._agreement = work, agreement
+
+    def wait(self) -> None:
+        """Wait for it.
+
+        Raises:
+            RankDisagreementError: on all ranks, if they wait for different things.
+        """
+        self._agreement.wait(self._work)
+
+
+def watch_gathers(optimizer: DeepSpeedZeroOptimizer_Stage3, ranks: Ranks) -> None:
+    """Let the collectives of forwards be waited for under watch, from now on, where the host waits for them."""
+    agreement = ranks.agreement
+    if has_streams() or not isinstance(agreement, RankAgreement):
+        return
+    begin = partial(_begin, getattr(partition_parameters, _GATHER), agreement)
+    for param in optimizer.module.parameters():
+        gathered: Any = param
+        gathered.all_gather_coalesced = partial(_gather, gathered.all_gather_coalesced, begin)
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    coordinator.reset_step = partial(_reset, coordinator.reset_step, ranks.comm)
+
+
+def _reset(reset: Callable[[], None], comm: Any) -> None:
+    """Compare the order of modules with the other ranks, as DeepSpeed does until it has recorded it."""
+    with patched(zero_utils, "dist", comm):
+        reset()
+
+
+def _begin(gather: Callable[..., Any], agreement: RankAgreement, *args: Any, **kwargs: Any) -> WatchedWork:
+    return WatchedWork(gather(*args, **kwargs), agreement)
+
+
+def _gather(gather: Callable[..., Any], begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Gather as DeepSpeed does.
+
+    # HACK: its handle keeps the work of ``torch.distributed`` in attributes that differ by case; all of it comes from
+    # one function, which is looked up by its module-level name.
+    """
+    with patched(partition_parameters, _GATHER, begin):
+        return gather(*args, **kwargs)

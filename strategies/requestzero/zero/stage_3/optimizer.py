@@ -1,0 +1,308 @@
+"""The request-safe ZeRO-3 optimizer: DeepSpeed's class, whose methods delegate to the parts that it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from typing_extensions import override
+
+from requestzero.zero.common import life_cycle
+from requestzero.zero.common.scale import StepScale, unscale_and_clip
+from requestzero.zero.common.streams import current_stream, has_streams, keep_alive
+from requestzero.zero.common.window import DroppedRequest, UpdateWindow
+from requestzero.zero.common.window_options import WindowOptions
+from requestzero.zero.overflow import policy
+from requestzero.zero.stage_3.gradient_access import gather_whole, write_shard
+from requestzero.zero.stage_3.optimizer_parts import OptimizerParts, build_parts
+from requestzero.zero.stage_3.reduction import owned_parts
+
+
+class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
+    """DeepSpeed's ZeRO-3 optimizer, whose step applies the sum of every request of an update window, exactly.
+
+    A window is all backwards between two steps; it starts clean whatever ended the one before it (a step, a skipped
+    step, ``zero_grad()``, a loaded checkpoint). Parameters take part one by one: absent from some backwards, or from
+    all of them (a zero gradient then).
+
+    Written for DeepSpeed 0.19.8, which counts micro-steps for all parameters together, so that what comes late is added
+    to the sum of the window before, and what is absent replays it. Buckets, collectives, weights, optimizer state and
+    the step are DeepSpeed's.
+
+    Built by the engine, which counts micro-batches and requests. It does not save the gradients of an open window, and
+    leaves NVMe, ZenFlow, SuperOffload, MiCS and experts with ranks of their own to DeepSpeed.
+    """
+
+    compute_grad_norm = True
+    check_grad_overflow = True
+
+    def __init__(self, *args: Any, window_options: WindowOptions | None = None, **kwargs: Any) -> None:
+        # Before super(), whose constructor calls methods that are overridden here.
+        self.window, self.scale, self.loss_scale_exhausted = UpdateWindow(), StepScale(), False
+        self.on_unseen_gradient: Callable[[], None] = lambda: None
+        """Called for every gradient of a backward that the engine does not see."""
+        super().__init__(*args, **kwargs)
+        self._own(build_parts(self, window_options or WindowOptions()))
+
+    def _own(self, parts: OptimizerParts) -> None:
+        self.layout, self.ranks, self.sums = parts.layout, parts.ranks, parts.sums
+        self.reduction, self.divisor, self.norm = parts.reduction, parts.divisor, parts.norm
+        self.origin, self.rollback = parts.origin, parts.rollback
+        self.window_records = [record for record in (parts.origin, parts.rollback) if record is not None]
+
+    # --- the way of a gradient --------------------------------------------------------------------------------------
+
+    @override
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
+        """Put a gradient into its bucket, unless it is there already; the bucket is reduced before if it is full."""
+        if self._backward_active_depth == 0 and torch._C._current_graph_task_id() != -1:
+            self.on_unseen_gradient()
+        if self.reduction.gradient_arrived(param, self.ipg_buckets[self.get_param_comm_dtype(param)]):
+            super().reduce_independent_p_g_buckets_and_remove_grads(param)
+        elif has_streams():
+            self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
+
+    @override
+    def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(
+        self, communication_data_type: torch.dtype
+    ) -> None:
+        """Reduce a bucket, on which the ranks have agreed (collective).
+
+        # HACK: DeepSpeed's method is private to its class by name. It is the only place through which every reduction
+        # goes, before its first collective.
+        """
+        bucket = self.ipg_buckets[communication_data_type]
+        if bucket.params:
+            with self.reduction.reducing(bucket):
+                super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(communication_data_type)
+
+    @override
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:  # type: ignore[override]
+        """Add the reduced parts that this rank owns to the window's sum; DeepSpeed asks its count of micro-steps."""
+        self.sums.add(*owned_parts(self.layout, params_to_release, grad_partitions))
+        for param in params_to_release:
+            if param.grad is not None:
+                keep_alive(param.grad, current_stream())
+            param.grad = None
+        self.reduction.bucket_reduced(self.grad_partitions_flat_buffer.device)
+
+    @override
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Reduce the rest of a backward; a reentrant checkpoint may end it several times."""
+        with self.reduction.ending():
+            super().independent_gradient_partition_epilogue()
+        self.sums.end_backward()
+        if self.is_gradient_accumulation_boundary():
+            self.window.end_request()
+
+    @override
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """End the open request, if there is one. What backwards have left that the engine has not seen is reduced."""
+        self.set_gradient_accumulation_boundary(True)
+        if self.has_unseen_gradients:
+            self.independent_gradient_partition_epilogue()
+        self.window.end_request()
+
+    @property
+    def has_unseen_gradients(self) -> bool:
+        """True if gradients of backwards that the engine has not seen wait in buckets, or are partly reduced."""
+        return self.reduction.has_begun and self._backward_active_depth == 0
+
+    @override
+    def should_refresh_expected_hook_count(self) -> bool:
+        """Count the parameters of a backward only where autograd does not tell its end, as at stages 1 and 2."""
+        return super().should_refresh_expected_hook_count() and torch._C._current_graph_task_id() == -1
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    @override
+    def step(self, closure: Any = None) -> None:
+        """Apply the window's sum, divided, or skip it if it is not finite (collective).
+
+        Without a backward there is nothing to apply: weights and optimizer state stay as they are.
+
+        Raises:
+            RuntimeError: a request is still open.
+        """
+        if life_cycle.needs_step(self):
+            with life_cycle.applying(self):
+                super().step(closure)
+
+    @override
+    def _get_loss_scale(self) -> Any:
+        """Include the divisor while a step runs."""
+        return self.scale.value(super()._get_loss_scale)
+
+    # Properties bind the function they were made with.
+    loss_scale = property(lambda self: self._get_loss_scale(), DeepSpeedZeroOptimizer_Stage3._set_loss_scale)
+    cur_scale = loss_scale
+
+    @override
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Return whether any rank's gradient is not finite (collective, one host read, unless it was read before)."""
+        return not self.norm.is_finite(self.window)
+
+    def scaled_global_norm(self, norm_type: int = 2) -> float | torch.Tensor:
+        """Return the norm over all sub-groups and ranks, times loss scale and divisor (collective).
+
+        It is read only where something depends on it: the overflow check, or clipping. Otherwise a step gets 0, since
+        DeepSpeed's would read it, and the norm is reported afterwards.
+        """
+        if self.check_grad_overflow or self.clip_grad > 0.0:
+            return self.norm.take_total(self.window)
+        norm = self.norm.total_on_device(self.window)
+        self.norm.unread = norm if self.scale.is_fixed else None
+        return 0.0 if self.scale.is_fixed else norm
+
+    @override
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        """Return one norm for all sub-groups (collective). DeepSpeed has one for each, and combines them."""
+        if not self.scale.is_fixed:
+            self.norm.forget()
+        return [torch.as_tensor(self.scaled_global_norm())]
+
+    @override
+    def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
+        """Let the step read the sum where it lies; DeepSpeed concatenates its parts to a copy."""
+        master = self.fp32_partitioned_groups_flat[sub_group_id]
+        master.grad = self.sums.stretches()[sub_group_id].to(master.dtype)
+
+    @override
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
+        """Divide by loss scale, divisor and clipping factor at once."""
+        gradient = self.fp32_partitioned_groups_flat[sub_group_id].grad
+        assert gradient is not None
+        norm = float(total_norm) if self.clip_grad > 0.0 else 0.0
+        unscale_and_clip([gradient], float(self.loss_scale), norm, self.clip_grad)
+
+    @property
+    def norm_is_final(self) -> bool:
+        """True unless gradients become Muon updates first."""
+        return not self.use_muon
+
+    @override
+    def _apply_muon_to_accumulated_grads(self) -> None:
+        """Also divide the sums on the device before they become updates, as DeepSpeed does under CPU offload."""
+        if not self.use_muon:
+            return
+        if not self.offload_optimizer:
+            self._expose_sums()
+            for stretch, uses_muon in zip(self.sums.stretches(), self.sub_groups_using_muon, strict=True):
+                if uses_muon:
+                    unscale_and_clip([stretch], float(self.loss_scale), 0.0, 0.0)
+        super()._apply_muon_to_accumulated_grads()
+        self.norm.forget()
+
+    def _expose_sums(self) -> None:
+        """Let DeepSpeed's Muon find the sums of parameters, by sub-group."""
+        self.averaged_gradients = {
+            index: [self.sums.shard(number) for number in group] for index, group in enumerate(self.layout.groups)
+        }
+
+    @override
+    def _update_scale(self, has_overflow: bool = False) -> None:
+        """Also find the origin of an overflow, while the gradients are still there (collective then)."""
+        policy.adjust_scale(self, has_overflow, super()._update_scale)
+
+    # --- the end of a window ----------------------------------------------------------------------------------------
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the open window; DeepSpeed's step, which also calls this, means the gradients of parameters only."""
+        super().zero_grad(set_to_none)
+        if not self.scale.is_fixed:
+            self.discard_window()
+
+    def discard_window(self) -> None:
+        """Forget every gradient since the last step, reduced or not, and begin a new window (this rank only)."""
+        life_cycle.discard(self)
+
+    def discard_gradients(self) -> None:
+        """Forget the sum, and what an interrupted backward has left in buckets and on parameters."""
+        self.reduction.abandon()
+        self.sums.discard()
+        self.averaged_gradients = {}
+        self.sub_groups_lacking_loss_scale.clear()
+        self._backward_active_depth = 0
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Also discard the open window: pending gradients belong to the weights before the load."""
+        self.discard_window()
+        super().load_state_dict(*args, **kwargs)
+
+    def check_request(self) -> DroppedRequest | None:
+        """Undo the request that has just ended if the window's sum is not finite now (collective, one host read)."""
+        return policy.check_request(self)
+
+    @override
+    def destroy(self) -> None:
+        """Give up views of the sum first, which DeepSpeed would free as if they were memory of their own."""
+        if self.sums.host is not None:
+            self.sums.host.release()
+        super().destroy()
+
+    # --- what users read and write ----------------------------------------------------------------------------------
+
+    @override
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        """Return this rank's part of a parameter's sum, zero where the window has none, and the sub-group's index."""
+        if has_streams():
+            self.reduce_and_partition_stream.synchronize()
+        number = self.layout.id_of(param)
+        shard = self.sums.begin(number) if self.window.is_open else torch.zeros_like(self.sums.shard(number))
+        return shard, self.grad_position[self.get_param_id(param)][0]
+
+    @override
+    def get_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
+        """Return a parameter's whole sum in fp32 (collective)."""
+        shard = self.get_local_fp32_grad_for_param(param)
+        return None if shard is None else gather_whole(shard, param, self._get_param_partition_group(param))
+
+    @override
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        """Set a parameter's sum, of which this rank keeps its part."""
+        if param.requires_grad:
+            shard, _ = self._get_fp32_grad_state_partition(param, False)
+            write_shard(shard, value, self._get_param_partition_rank(param))
+            self._note_edit()
+
+    @override
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        """Set this rank's part of a parameter's sum, padding included."""
+        super().set_local_grad_for_param(value, param)
+        self._note_edit()
+
+    @override
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[Any]) -> None:
+        """Replace sums by ``update_func(sum, parameter)``, one parameter after another (collective)."""
+        for param in param_list:
+            if param.requires_grad:
+                self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
+
+    @override
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """Set a master weight, or an optimizer state of one, of which this rank keeps its part."""
+        if param.requires_grad:
+            shard, _ = self._get_fp32_opt_state_partition(param, False, optim_state_key)
+            write_shard(shard.data, value, self._get_param_partition_rank(param))
+
+    def _note_edit(self) -> None:
+        self.sums.note_change()
+        if self.origin is not None:
+            self.origin.note_edit()
+
+    @override
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Also follow the sums."""
+        super().offload_states(*args, **kwargs)
+        self.sums.note_move()
+
+    @override
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Also follow the sums back."""
+        super().reload_states(non_blocking)
+        self.sums.note_move()

@@ -1,0 +1,59 @@
+"""What stage 3 cannot make request-safe is refused before anything is built, by its key, with reason and advice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import requestzero
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"offload_optimizer": {"device": "nvme"}}, r"offload_optimizer\.device='nvme' was asked.*in files.*use 'cpu'"),
+    ({"offload_param": {"device": "nvme"}}, r"offload_param\.device='nvme' was asked.*in files.*use 'cpu'"),
+    ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, r"super_offload was asked.*set it to false"),
+    ({"zenflow": {}}, r"zero_optimization\.zenflow=\{\} was asked at stage 3.*gradient path of its own: remove it"),
+    ({"mics_shard_size": 2}, r"mics_shard_size=2 was asked at stage 3, which is MiCS.*leave it out"),
+    ({"zero_hpz_partition_size": 2}, r"zero_hpz_partition_size=2 was asked at stage 3, which is ZeRO\+\+"),
+    ({"zero_quantized_weights": True}, r"zero_quantized_weights=True was asked at stage 3, which is ZeRO\+\+"),
+    ({"zero_quantized_nontrainable_weights": True}, r"zero_quantized_nontrainable_weights=True.*ZeRO\+\+"),
+    ({"zero_quantized_gradients": True}, r"zero_quantized_gradients=True was asked at stage 3, which is ZeRO\+\+"),
+    ({"retain_gpu_grad_partition_until_step": True}, r"=True has no meaning at stage 3.*in host memory.*Leave it out"),
+    ({"retain_gpu_grad_partition_until_step": "auto"}, r"='auto' has no meaning at stage 3"),
+]
+
+
+@pytest.mark.parametrize(("zero", "message"), REFUSED)
+def test_keys(zero: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        requestzero.initialize(model=torch.nn.Linear(1, 1), config={"zero_optimization": {"stage": 3, **zero}})
+
+
+SECTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"expert_parallel": {"enabled": True}}, r"expert_parallel\.enabled was asked at stage 3 \(AutoEP\).*false"),
+    (
+        {"requestzero": {"rank_dependent_parameters": True}},
+        r"rank_dependent_parameters=True is not possible at stage 3.*leaf modules \(zero_optimization\.leaf_module",
+    ),
+    ({"compile": {"deepcompile": True}}, r"compile\.deepcompile was asked"),
+]
+
+
+@pytest.mark.parametrize(("sections", "message"), SECTIONS)
+def test_sections(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        requestzero.initialize(model=torch.nn.Linear(1, 1), config={"zero_optimization": {"stage": 3}, **sections})
+
+
+def test_layers_of_experts() -> None:
+    layer = type("MoE", (torch.nn.Module,), {"__module__": "deepspeed.moe.layer"})
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), layer())
+    with pytest.raises(ValueError, match=r"has a MoE layer of DeepSpeed's, whose experts.*use stage 2"):
+        requestzero.initialize(model=model, config={"zero_optimization": {"stage": 3}})
+
+
+def test_pipelines() -> None:
+    model = type("PipelineModule", (torch.nn.Module,), {})()
+    with pytest.raises(ValueError, match="The model is a PipelineModule"):
+        requestzero.initialize(model=model, config={"zero_optimization": {"stage": 3}})
