@@ -69,7 +69,9 @@ def train(cfg: Any, output_dir: Path) -> Any:
     """Run the loop."""
     from accelerate.utils import set_seed, tqdm
 
+    from requestzero.environment.fp32_matmuls import run_in_fp32
     from requestzero.recipes.accelerate_start import (
+        choose_matmuls_together,
         make_accelerator,
         progress_of,
         same_on_all_ranks,
@@ -87,6 +89,8 @@ def train(cfg: Any, output_dir: Path) -> Any:
     tokenizer = build_tokenizer(cfg.model)
     data = build_data(cfg, tokenizer, accelerator.num_processes)
     model = build_model(cfg)
+    if choose_matmuls_together(cfg, accelerator):
+        run_in_fp32(model)
     optimizer = make_optimizer(model, cfg.optimizer)
     scheduler = make_warmup(optimizer, cfg.optimizer)
     loader = build_loader(cfg, data, tokenizer)

@@ -77,6 +77,20 @@ def make_accelerator(cfg: Any, output_dir: Path) -> Accelerator:
     return accelerator
 
 
+def choose_matmuls_together(cfg: Any, accelerator: Accelerator) -> bool:
+    """Return true where matrix products are computed in fp32, as the first rank finds; it says so (collective)."""
+    from accelerate.utils import broadcast_object_list
+
+    from requestzero.recipes.matmuls import choose_matmuls
+
+    fp32, line = False, ""
+    if accelerator.is_main_process:
+        fp32, line = choose_matmuls(cfg.precision, "cpu" if accelerator.device.type == "cpu" else "gpu")
+    if line:
+        print(line, flush=True)
+    return bool(broadcast_object_list([fp32])[0])
+
+
 def same_on_all_ranks(path: Path) -> Path:
     """Return the first rank's path (collective)."""
     from accelerate.utils import broadcast_object_list

@@ -48,6 +48,9 @@ class PrecisionConfig:
 
     mode: str = limited("bf16-true", words(*PRECISIONS))
     """Lightning's name of the precision. ``bf16-true``: a bf16 model with fp32 masters."""
+    matmuls: str = limited("auto", words("auto", "model", "fp32"))
+    """Computation of a 16-bit model's matrix products on the CPU: in the ``model``'s dtype, or in ``fp32`` with results
+    and gradients rounded to the model's dtype. ``auto`` measures which is faster, and says so. GPUs use the model's."""
 
 
 @dataclass

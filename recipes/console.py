@@ -8,8 +8,15 @@ import warnings
 
 from rich.console import Console
 
+LAUNCHED_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")
+"""Variables by which launchers number processes; none of them is set in a command that starts ranks itself."""
 PLAIN_WIDTH = 160
 """Columns where the output is not a terminal: enough for paths on one line."""
+
+
+def is_first_process() -> bool:
+    """Return true in the process that speaks for all; known before the ranks are joined."""
+    return all(os.environ.get(name, "0") == "0" for name in LAUNCHED_RANKS)
 
 
 def make_console() -> Console:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import NoReturn
 
@@ -21,6 +20,8 @@ class BadLineError(ValueError):
 
 def end_run(reason: BaseException) -> NoReturn:
     """Exit with code 1 for an error that all ranks raise; print it on the first rank only."""
-    if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
+    from requestzero.recipes.console import is_first_process
+
+    if is_first_process():
         print("The run was ended:", reason, sep="\n  ", file=sys.stderr, flush=True)
     sys.exit(1)

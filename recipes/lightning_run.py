@@ -15,9 +15,11 @@ from requestzero import RequestZeRO
 from requestzero.planning import PlanStatistics
 from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
 from requestzero.recipes.config_check import zero_settings
+from requestzero.recipes.console import is_first_process
 from requestzero.recipes.data import RequestData
 from requestzero.recipes.devices import choose_devices
 from requestzero.recipes.lightning_module import LanguageModeling
+from requestzero.recipes.matmuls import choose_matmuls
 from requestzero.recipes.progress import UpdateProgress
 from requestzero.recipes.report import RunSummary, checkpoint_directory
 from requestzero.recipes.sigterm import StopOnSigterm
@@ -36,12 +38,23 @@ def train(cfg: Any, output_dir: Path, console: Console) -> RunSummary | None:
     seed_everything(cfg.seed, verbose=False)
     tokenizer = build_tokenizer(cfg.model)
     data = build_data(cfg, tokenizer, choose_devices(cfg.trainer).world_size)
-    module = LanguageModeling(build_model(cfg), cfg.optimizer, cfg.zero.normalization)
+    fp32_matmuls = _choose_matmuls(cfg, console)
+    module = LanguageModeling(build_model(cfg), cfg.optimizer, cfg.zero.normalization, fp32_matmuls)
     loader = build_loader(cfg, data, tokenizer)
     metrics = UpdateMetrics()
     trainer = make_trainer(cfg, output_dir, console, metrics)
     trainer.fit(module, loader, ckpt_path=cfg.trainer.resume_from)
     return _summary(trainer, metrics, loader.statistics, data, output_dir) if trainer.is_global_zero else None
+
+
+def _choose_matmuls(cfg: Any, console: Console) -> bool:
+    """Measure and say so in one process; the other ranks follow it."""
+    if not is_first_process():
+        return False
+    fp32, line = choose_matmuls(cfg.precision, choose_devices(cfg.trainer).accelerator)
+    if line:
+        console.print(line, markup=False, highlight=False)
+    return fp32
 
 
 def make_strategy(cfg: Any) -> RequestZeRO:

@@ -34,10 +34,12 @@ def main() -> None:
 def _start(cfg: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
 
-    from requestzero.recipes.console import make_console, quiet_libraries
+    from requestzero.recipes.console import is_first_process, make_console, quiet_libraries
     from requestzero.recipes.report import print_report
 
     console = make_console()
+    if is_first_process():
+        console.print("Loading PyTorch, Lightning and DeepSpeed.")
     quiet_libraries(choose_devices(cfg.trainer).accelerator)
     try:
         summary = run(cfg, Path(HydraConfig.get().runtime.output_dir), console)

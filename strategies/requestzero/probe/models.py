@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from requestzero.environment.fp32_matmuls import run_in_fp32
+
 TOKENS = 64
 """Of one micro-batch of a Hugging Face model."""
 
@@ -52,6 +54,8 @@ class ModelChoice:
     layers: int
     width: int
     path: str | None = None
+    fp32_matmuls: bool = False
+    """Compute the Hugging Face model's matrix products in fp32, whatever its dtype."""
 
     def build(self) -> torch.nn.Module:
         """Build the model in fp32 on the CPU, the same on every rank."""
@@ -60,7 +64,10 @@ class ModelChoice:
             return Chain(self.layers, self.width)
         from transformers import AutoModelForCausalLM
 
-        return CausalLoss(AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32))
+        model = CausalLoss(AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32))
+        if self.fp32_matmuls:
+            run_in_fp32(model)
+        return model
 
     def shape(self) -> Shape:
         """Build the model and count its parameters."""
