@@ -79,10 +79,11 @@ def train(cfg: Any, output_dir: Path) -> Any:
     )
     from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
     from requestzero.recipes.model import micro_batch_loss, next_token_loss
-    from requestzero.recipes.optimizer import make_optimizer, make_warmup
+    from requestzero.recipes.optimizer import compile_ahead, make_optimizer, make_warmup
     from requestzero.recipes.report import checkpoint_directory
     from requestzero.recipes.window_metrics import LoopTotals, WindowLoss
 
+    compile_ahead(cfg.optimizer)
     set_seed(cfg.seed)
     accelerator = make_accelerator(cfg, output_dir)
     output_dir = same_on_all_ranks(output_dir)

@@ -20,6 +20,7 @@ from requestzero.recipes.data import RequestData
 from requestzero.recipes.devices import choose_devices
 from requestzero.recipes.lightning_module import LanguageModeling
 from requestzero.recipes.matmuls import choose_matmuls
+from requestzero.recipes.optimizer import compile_ahead
 from requestzero.recipes.progress import UpdateProgress
 from requestzero.recipes.report import RunSummary, checkpoint_directory
 from requestzero.recipes.sigterm import StopOnSigterm
@@ -38,6 +39,7 @@ def train(cfg: Any, output_dir: Path, console: Console) -> RunSummary | None:
     seed_everything(cfg.seed, verbose=False)
     tokenizer = build_tokenizer(cfg.model)
     data = build_data(cfg, tokenizer, choose_devices(cfg.trainer).world_size)
+    compile_ahead(cfg.optimizer)
     fp32_matmuls = _choose_matmuls(cfg, console)
     module = LanguageModeling(build_model(cfg), cfg.optimizer, cfg.zero.normalization, fp32_matmuls)
     loader = build_loader(cfg, data, tokenizer)

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from requestzero.environment.cpu_adam import compile_cpu_adam
 from requestzero.recipes.config_schema import OptimizerConfig
+from requestzero.recipes.errors import UsageError
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -16,6 +18,20 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
         return DeepSpeedCPUAdam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, adamw_mode=True)
     return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+
+
+def compile_ahead(config: OptimizerConfig) -> None:
+    """Compile DeepSpeed's CPU Adam where it is asked for: before the ranks are started, or before each builds its own.
+
+    Raises:
+        UsageError: it cannot be compiled.
+    """
+    if config.name != "cpu_adam":
+        return
+    try:
+        compile_cpu_adam()
+    except RuntimeError as error:
+        raise UsageError([f"optimizer.name='cpu_adam': {error}"]) from None
 
 
 def make_warmup(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> LambdaLR:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from support.cpu_adam import compile_cpu_adam
+from support.cpu_adam import compile_before_tests
 from support.fast import fast_cut
 from support.paths import ROOT
 from support.ranks import RankGroup
@@ -33,7 +32,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     is_worker = hasattr(session.config, "workerinput")
     if not is_worker and not session.config.option.collectonly:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        compile_cpu_adam(Path(os.environ["TORCH_EXTENSIONS_DIR"]), reporter.write_line if reporter else print)
+        compile_before_tests(reporter.write_line if reporter else print)
 
 
 @pytest.fixture(scope="session")

@@ -98,6 +98,19 @@ def test_no_compiler_and_no_ninja(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.compiler, found.ninja, found.ok) == (None, None, False)
 
 
+def test_a_lock_that_a_killed_build_has_left_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert report(capsys)["cpu_adam"]["lock"] == "free"
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    assert report(capsys)["cpu_adam"]["lock"] == "left behind by a process that has ended"
+    main([])
+    assert "is left behind by a process that has ended" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_config_that_loses_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, written(tmp_path, LOSING))
     assert found["status"] == 3

@@ -17,7 +17,7 @@ from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from requestzero.accelerate.checks import check_construction, check_objects, check_steps
+from requestzero.accelerate.checks import check_construction, check_objects, check_steps, replaced_by_cpu_adam
 from requestzero.accelerate.clipping import check_parameters
 from requestzero.accelerate.config_scheduler import ConfigScheduler, start_scheduler
 from requestzero.accelerate.engine import RequestZeROEngineWrapper
@@ -28,7 +28,9 @@ from requestzero.accelerate.passes import share_passes
 from requestzero.accelerate.process_group import process_group
 from requestzero.accelerate.request_safe_plugin import RequestSafePlugin, any_request_safe
 from requestzero.accelerate.trainer import install_if_imported
+from requestzero.config.cpu_adam import builds_cpu_adam
 from requestzero.data.micro_batch_loader import MicroBatchLoader
+from requestzero.environment.cpu_adam import compile_cpu_adam
 from requestzero.zero.process_group import without_inference_operator
 
 
@@ -147,6 +149,8 @@ class Accelerator(StockAccelerator):
 
         steps = self.gradient_state.num_steps
         config = plugin.deepspeed_config
+        if replaced_by_cpu_adam(config, args) or builds_cpu_adam(config):
+            compile_cpu_adam()
         sizes = choose_sizes(config, data_loaders(args), plugin.is_train_batch_min, steps, self.num_processes)
         engine_class = partial(RequestZeROEngine, options=plugin.engine_options)
         self.gradient_accumulation_steps = 1  # as in the engine's config, else Accelerate takes that over

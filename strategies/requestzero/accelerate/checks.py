@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DummyOptim, InitProcessGroupKwargs
 
 from requestzero.accelerate.request_safe_plugin import RequestSafePlugin, any_request_safe
-from requestzero.config.nested import look_up
+from requestzero.config.cpu_adam import offloads_optimizer
 from requestzero.config.supported import check_supported
 
 _STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -105,11 +105,19 @@ def check_objects(accelerator: Accelerator, objects: Sequence[Any]) -> None:
         _check_counterpart(config, optimizer)
 
 
+def replaced_by_cpu_adam(config: Mapping[str, Any], objects: Iterable[Any]) -> bool:
+    """Return true if one of the objects is an optimizer in whose place Accelerate builds ``DeepSpeedCPUAdam``."""
+    return _replaces(config) and any(isinstance(item, (torch.optim.Adam, torch.optim.AdamW)) for item in objects)
+
+
+def _replaces(config: Mapping[str, Any]) -> bool:
+    """Return true if Accelerate builds DeepSpeed's counterparts of optimizers."""
+    return offloads_optimizer(config) and bool(config.get("zero_force_ds_cpu_optimizer", True))
+
+
 def _check_counterpart(config: Mapping[str, Any], optimizer: Any) -> None:
-    offloads = look_up(config, "zero_optimization.offload_optimizer.device") not in (None, "none")
-    forced = config.get("zero_force_ds_cpu_optimizer", True)
     name = type(optimizer).__name__
-    if offloads and forced and not isinstance(optimizer, DummyOptim) and name not in _COUNTERPARTS:
+    if _replaces(config) and not isinstance(optimizer, DummyOptim) and name not in _COUNTERPARTS:
         if type(optimizer).__module__.startswith("deepspeed."):
             return
         raise ValueError(

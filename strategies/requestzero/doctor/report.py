@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from requestzero.doctor.cpu_adam import CpuAdam
 from requestzero.doctor.diagnosis import ConfigDiagnosis, Diagnosis, Status
 from requestzero.doctor.requirements import Finding
+from requestzero.environment.build_lock import LockState
 
 OK, BAD, NEUTRAL = "ok", "no", ""
 Row = tuple[str, str, str]
@@ -49,6 +50,8 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
                 yield label, text, NEUTRAL
     if adam is not None:
         yield "DeepSpeedCPUAdam", _cpu_adam_text(adam), NEUTRAL
+        if adam.lock != LockState.FREE.value:
+            yield "its build", _lock_text(adam), NEUTRAL
     if diagnosis.config is not None:
         yield from _config_rows(diagnosis.config)
 
@@ -59,6 +62,15 @@ def _cpu_adam_text(adam: CpuAdam) -> str:
         return f"can be compiled ({needs})"
     told = "" if adam.compatible else "; DeepSpeed says that the machine is not fit for it"
     return f"cannot be compiled ({needs}{told}); PyTorch's optimizers need none of it"
+
+
+def _lock_text(adam: CpuAdam) -> str:
+    text = f"the lock {adam.lock_path} is {adam.lock}"
+    if adam.lock == LockState.ABANDONED.value:
+        return f"{text}: DeepSpeed would wait for it without end. requestzero removes it; or delete the file"
+    if adam.lock == LockState.UNKNOWN.value:
+        return f"{text}: delete the file if nobody compiles"
+    return text
 
 
 def _version_row(finding: Finding) -> Row:

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from requestzero.config.options import OverflowSettings
 from requestzero.data.boundaries import WindowMarks
+from requestzero.environment.cpu_adam import clear_abandoned_lock
 from requestzero.environment.versions import require_supported_deepspeed
 from requestzero.lightning import checks
 from requestzero.lightning import config as configs
@@ -276,6 +277,8 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
             self.window_driver.begin_fit()
             extend_loops(trainer)
             self._checkpointing.hold_back(trainer.checkpoint_callbacks)
+            if self.settings.offload_optimizer:
+                clear_abandoned_lock()  # an optimizer of the module's may be DeepSpeedCPUAdam, which waits for it
         super().setup(trainer)
 
     # --- training -------------------------------------------------------------------------------------------

@@ -32,9 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console = Console(width=_PLAIN_WIDTH)
     options = _with_fast_matmuls(options, console)
     try:
+        _compile_ahead(options)
         with _progress(console, options.steps()) as report:
             result = run_ranks(options, report)
-    except RankFailure as failure:
+    except (RankFailure, RuntimeError) as failure:
         print(failure, file=sys.stderr)
         return 1
     print_tables(console, result)
@@ -58,6 +59,14 @@ def _with_fast_matmuls(options: Options, console: Console) -> Options:
     chosen = "fp32" if speed.prefers_fp32 else "the model's dtype"
     console.print(f"Matrix products of the model: in {chosen} ({speed}).", markup=False, highlight=False)
     return replace(options, model=replace(options.model, fp32_matmuls=speed.prefers_fp32))
+
+
+def _compile_ahead(options: Options) -> None:
+    """Compile DeepSpeed's CPU Adam, which the configurations with 16-bit masters need, before the ranks."""
+    if any(configuration.masters != "fp32" for configuration in options.configurations()):
+        from requestzero.environment.cpu_adam import compile_cpu_adam
+
+        compile_cpu_adam()
 
 
 def _write(result: Result, options: Options) -> list[Path]:

@@ -8,10 +8,12 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from requestzero.config.cpu_adam import builds_cpu_adam
 from requestzero.config.engine_options import take_engine_options
 from requestzero.config.files import load_config
 from requestzero.config.nested import Config
 from requestzero.config.supported import check_supported
+from requestzero.environment.cpu_adam import compile_cpu_adam
 from requestzero.environment.versions import require_supported_deepspeed
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ def initialize(
         ImportError: the installed DeepSpeed is not supported.
         ValueError: the configuration was given in no argument or in several, cannot be read, or asks for stage 0 or 3,
             ZenFlow, a pipeline module, DeepCompile or the hybrid engine.
+        RuntimeError: the configuration's optimizer is DeepSpeed's CPU Adam, and it cannot be compiled.
 
     Example::
 
@@ -83,6 +86,8 @@ def initialize(
     from requestzero.zero.patch import patched
     from requestzero.zero.process_group import without_inference_operator
 
+    if optimizer is None and builds_cpu_adam(loaded):
+        compile_cpu_adam()
     engine_class = partial(RequestZeROEngine, options=options)
     with without_inference_operator(), patched(deepspeed, "DeepSpeedEngine", engine_class):
         return deepspeed.initialize(  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+installed_ops: dict[str, bool]
