@@ -15,7 +15,7 @@ BIN := .venv/bin
 RUN = PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m
 STAMP := .venv/installed
 
-.PHONY: demo doctor probe test test-fast lint format typecheck wheel docs setup clean help
+.PHONY: demo doctor probe test test-fast lint format typecheck wheel docs figure setup clean help
 
 help:  ## what the targets do
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1: /'
@@ -61,6 +61,12 @@ wheel: $(STAMP)  ## dist/requestzero-*.whl
 docs: $(STAMP)  ## the documentation into docs/_build/html; a warning or a link that leads nowhere is an error
 	$(RUN) sphinx -b html -W -n --keep-going -q docs docs/_build/html
 	@echo "Written: docs/_build/html/index.html"
+
+FIGURE := docs/_static/wrong_updates.svg
+
+figure: $(STAMP)  ## measure the README's figure anew
+	$(RUN) requestzero.probe --columns updates --out outputs/figure
+	cp outputs/figure/probe.svg $(FIGURE)
 
 setup: $(STAMP)  ## create .venv only
 

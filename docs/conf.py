@@ -23,6 +23,8 @@ extensions = [
     "sphinx_copybutton",
     "attribute_docstrings",
     "options_reference",
+    "timeline",
+    "flow",
 ]
 exclude_patterns = ["_build"]
 
@@ -45,6 +47,7 @@ nitpick_ignore_regex = [
 html_theme = "pydata_sphinx_theme"
 html_title = "requestzero"
 html_static_path = ["_static"]
+html_sidebars = {page: [] for page in ("index", "troubleshooting", "benchmarks", "contributing")}
 html_css_files = ["requestzero.css"]
 html_show_sourcelink = False
 html_theme_options = {

@@ -1,4 +1,4 @@
-"""The directive ``options-table``: the options, from the classes that declare them."""
+"""The directive ``options-reference``: a section for each option, from the classes that declare them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import ExtensionMetadata
 
-from requestzero.config.reference_table import options_table
+from requestzero.config.reference_table import options_sections
 
 
-class OptionsTable(SphinxDirective):
-    """Parses the Markdown table in the place of the directive."""
+class OptionsReference(SphinxDirective):
+    """Parses the Markdown sections in the place of the directive."""
 
     def run(self) -> list[nodes.Node]:
-        """Return the table."""
-        lines = options_table().splitlines()
-        return self.parse_text_to_nodes(StringList(lines, source="requestzero.config.options"))
+        """Return the sections."""
+        lines = options_sections().splitlines()
+        text = StringList(lines, source="requestzero.config.options")
+        return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 
 def setup(app: Sphinx) -> ExtensionMetadata:
     """Register the directive."""
-    app.add_directive("options-table", OptionsTable)
+    app.add_directive("options-reference", OptionsReference)
     return {"version": "1", "parallel_read_safe": True}

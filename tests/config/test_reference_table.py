@@ -8,7 +8,7 @@ import pytest
 
 from requestzero.config.option_record import options_of
 from requestzero.config.options import OWNERS, OverflowSettings, RequestZeROSettings
-from requestzero.config.reference_table import main, meanings_of, options_table
+from requestzero.config.reference_table import main, meanings_of, options_sections, options_table
 
 
 def test_every_option_has_a_docstring() -> None:
@@ -22,3 +22,13 @@ def test_the_table_has_every_option_and_is_printed(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == table + "\n"
     options = [option.path for owner in OWNERS for option in options_of(owner).values()]
     assert [row.split("`")[1] for row in table.splitlines()[2:]] == options
+
+
+def test_every_option_has_a_section() -> None:
+    text = options_sections()
+    for owner in OWNERS:
+        for name, option in options_of(owner).items():
+            section = text.split(f"## `{option.path}`\n")[1].split("\n## ")[0]
+            assert meanings_of(owner)[name].replace("``", "`") in section
+            assert "- default: " in section
+            assert "- DeepSpeed key: " in section

@@ -84,7 +84,17 @@ def test_the_figure_is_a_png_and_an_svg_with_its_text(tmp_path: Path) -> None:
     png, svg = write_figures(made_up_result(), tmp_path)
     assert Image.open(png).size[0] > 1000
     texts = "".join(ElementTree.parse(svg).getroot().itertext())
-    for text in ("released", "retained", "stock", "[MiB]", "boundary backward", "ratio: median and quartiles"):
+    for text in (
+        "Wrong parameter updates of 60",
+        "stock DeepSpeed",
+        "27",
+        "released",
+        "retained",
+        "stock",
+        "[MiB]",
+        "boundary backward",
+        "ratio: median and quartiles",
+    ):
         assert text in texts
 
 
@@ -95,6 +105,9 @@ def test_the_figure_leaves_out_what_was_not_measured(tmp_path: Path) -> None:
     assert "boundary backward" not in svg_text(result)
     for row in result.rows:
         row.values.pop("memory", None)
+    assert "Wrong parameter updates" in svg_text(result)
+    for row in result.rows:
+        row.values.pop("wrong_updates", None)
     assert svg_text(result) == ""
     assert write_figures(result, tmp_path) == []
 

@@ -1,6 +1,6 @@
-"""The options of this package as a Markdown table, made from the classes that declare them.
+"""The options of this package in Markdown, made from the classes that declare them.
 
-``python -m requestzero.config.reference_table`` prints it; the documentation's page of options holds it.
+``python -m requestzero.config.reference_table`` prints a table; the documentation has a section for each option.
 """
 
 from __future__ import annotations
@@ -43,6 +43,23 @@ def options_table(owners: Iterable[type] = OWNERS) -> str:
         meanings = meanings_of(owner)
         rows += [_row(option, meanings[name]) for name, option in options_of(owner).items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def options_sections(owners: Iterable[type] = OWNERS) -> str:
+    """Return a section for each option: its meaning, then default, front ends and DeepSpeed key.
+
+    Args:
+        owners: the classes that declare the options.
+    """
+    sections = []
+    for owner in owners:
+        meanings = meanings_of(owner)
+        for name, option in options_of(owner).items():
+            path, default, meaning, front_ends, key = _row(option, meanings[name])
+            facts = {"default": default, "front ends": front_ends, "DeepSpeed key": key}
+            lines = [f"- {label}: {text}" for label, text in facts.items()]
+            sections.append("\n".join([f"## {path}", "", meaning, "", *lines]))
+    return "\n\n".join(sections)
 
 
 def _row(option: Option, meaning: str) -> tuple[str, ...]:

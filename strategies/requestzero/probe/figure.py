@@ -1,4 +1,4 @@
-"""The result as a figure: memory over the micro-batches of a window, and times as ratios to stock."""
+"""The result as a figure: wrong updates, memory over the micro-batches of a window, and times as ratios to stock."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from requestzero.probe.memory import request_sizes
 from requestzero.probe.result import Result, Row
 from requestzero.probe.timing import PARTS
+from requestzero.probe.updates_panel import draw_updates, updates_rows
 
 _COLOURS = {
     "stock": "#b9bec8",
@@ -38,7 +39,7 @@ _STYLE: Any = {
 
 
 def write_figures(result: Result, folder: Path) -> list[Path]:
-    """Write ``probe.png`` and ``probe.svg``; neither if neither memory nor times were measured."""
+    """Write ``probe.png`` and ``probe.svg``; neither if neither updates nor memory nor times were measured."""
     if not _panels(result):
         return []
     paths = [folder / "probe.png", folder / "probe.svg"]
@@ -60,7 +61,11 @@ def svg_text(result: Result) -> str:
 
 
 def _panels(result: Result) -> list[str]:
-    has = {"memory": bool(_memory_rows(result)), "times": bool(_timed_rows(result))}
+    has = {
+        "updates": bool(updates_rows(result)),
+        "memory": bool(_memory_rows(result)),
+        "times": bool(_timed_rows(result)),
+    }
     return [name for name, present in has.items() if present]
 
 
@@ -78,12 +83,12 @@ def _timed_rows(result: Result) -> list[Row]:
 
 
 def make_figure(result: Result) -> Figure:
-    """Draw one panel, or two side by side, for memory and times as far as they were measured."""
+    """Draw a panel for each of updates, memory and times that was measured, side by side."""
     panels = _panels(result)
-    height = max(3.8, 1.6 + 0.42 * len(_timed_rows(result)))
+    height = max(3.8, 1.6 + 0.42 * max(len(_timed_rows(result)), len(updates_rows(result))))
     figure = Figure(figsize=(6.2 * len(panels), height), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        {"memory": _draw_memory, "times": _draw_times}[panel](axes, result)
+        {"updates": draw_updates, "memory": _draw_memory, "times": _draw_times}[panel](axes, result)
     return figure
 
 
