@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from requestzero import errors
-from requestzero.doctor.diagnosis import Status
+from requestzero.doctor.status import Status
 from support.documents import DOCS, PAGES, README
 from support.paths import ROOT
 

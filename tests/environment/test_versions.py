@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import time
 import warnings
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 import requestzero
 from requestzero.environment import versions
-from requestzero.environment.proved_sources import differences, path_of, proved_sources
+from requestzero.environment.proved_sources import STAGE_3, differences, path_of, proved_sources
 from requestzero.environment.versions import UNPROVED, __version__, require_supported_deepspeed
 from support.installed import CHANGED_STEP, ENGINE, pretend_deepspeed, pretend_installed, without_deepspeed
 from support.paths import ROOT
@@ -134,3 +135,21 @@ def test_pyproject_and_constraints_name_what_was_proved() -> None:
 def test_the_changelog_opens_with_this_version() -> None:
     found = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert found[0] == __version__
+
+
+def test_zero_3_has_a_check_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    change = {
+        "deepspeed.runtime.zero.stage3": ("def step(self, closure=None):", "def step(self, closure=None, more=0):")
+    }
+    pretend_deepspeed(monkeypatch, tmp_path, change)
+    require_supported_deepspeed()
+    with pytest.raises(ImportError, match=r"DeepSpeedZeroOptimizer_Stage3\.step\. Run: pip"):
+        requestzero.initialize(model=None, config={"zero_optimization": {"stage": 3}})
+
+
+def test_only_the_newest_release_was_proved_for_zero_3() -> None:
+    proved = proved_sources()
+    of_stage_3 = [found for name, found in proved.definitions.items() if name.partition(":")[0] in STAGE_3]
+    assert {version for found in of_stage_3 for versions in found.values() for version in versions} == {"0.19.8"}
+    others = [found for name, found in proved.definitions.items() if name.partition(":")[0] not in STAGE_3]
+    assert all(sorted(chain(*found.values())) == proved.versions for found in others)

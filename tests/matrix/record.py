@@ -20,6 +20,7 @@ from packaging.version import Version
 
 from requestzero.environment.proved_sources import (
     RECORD,
+    STAGE_3,
     ProvedSources,
     file_hash,
     fingerprints,
@@ -27,6 +28,8 @@ from requestzero.environment.proved_sources import (
     proved_sources,
 )
 
+NOT_PROVED = {"0.19.6": STAGE_3, "0.19.7": STAGE_3}
+"""Modules in which a release was not proved."""
 CONTRACT = Path(__file__).parents[1] / "upstream_contract.json"
 
 
@@ -42,10 +45,12 @@ def record_of(packages: dict[str, Path]) -> ProvedSources:
     modules: dict[str, list[str]] = {name.partition(":")[0]: [] for name in sorted(names)}
     variants: dict[str, dict[str, list[str]]] = {name: {} for name in sorted(names)}
     for version in versions:
-        for module, hashes in modules.items():
+        left_out = NOT_PROVED.get(version, ())
+        for module in modules.keys() - set(left_out):
             found = file_hash(path_of(packages[version], module))
-            hashes.extend([found] if found not in hashes else [])
-        for name, fingerprint in fingerprints(packages[version], names).items():
+            modules[module].extend([found] if found not in modules[module] else [])
+        proved = [name for name in names if name.partition(":")[0] not in left_out]
+        for name, fingerprint in fingerprints(packages[version], proved).items():
             variants[name].setdefault(fingerprint, []).append(version)
     return ProvedSources(versions, modules, variants)
 

@@ -12,7 +12,6 @@ import pytest
 
 from requestzero.probe import ranks
 from requestzero.probe.__main__ import main
-from requestzero.probe.options import parse
 
 
 def fails_on_rank_1(rank: int, *_: Any) -> None:
@@ -30,7 +29,7 @@ def test_the_error_is_shown_and_the_exit_code_is_1(
     assert not (tmp_path / "out").exists()
 
 
-def reports_and_goes_on(rank: int, options: Any, folder: str, pipe: Connection) -> None:
+def reports_and_goes_on(rank: int, launch: Any, folder: str, pipe: Connection) -> None:
     pipe.send("imports")
     time.sleep(120)
 
@@ -42,5 +41,5 @@ def test_an_interrupt_leaves_no_rank_behind(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ranks, "_rank", reports_and_goes_on)
     before = set(multiprocessing.active_children())
     with pytest.raises(KeyboardInterrupt):
-        ranks.run_ranks(parse(["--device", "cpu"]), interrupt)
+        ranks.run_ranks(ranks.Launch(print, 2, "cpu"), interrupt)
     assert set(multiprocessing.active_children()) == before

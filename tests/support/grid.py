@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
-PLACES: list[tuple[int, bool]] = list(product((1, 2), (False, True)))
-"""ZeRO stage, and whether the optimizer is offloaded."""
-SUMS = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")]
-"""Dtype of the model, and of its accumulated gradient."""
+from requestzero.doctor.verify.configurations import PLACES, SUMS
+
 FP16_SUMS = [("fp16", "fp16"), ("fp16", "fp32")]
 
 every_place = pytest.mark.parametrize(("stage", "offload"), PLACES)

@@ -49,6 +49,7 @@ def made_up_rows() -> list[Row]:
 
 
 def made_up_result(columns: list[str] | None = None) -> Result:
-    machine = Machine({"Python": "3.11", "torch": None}, "cpu", "A <fast> one", "gloo", "A <fast> one", 2, ranks=2)
+    versions = {"Python": "3.11", "torch": None, "deepspeed": "0.19.8"}
+    machine = Machine(versions, "cpu", "A <fast> one", "gloo", "A <fast> one", 2, ranks=2)
     options = {"columns": columns or list(COLUMNS), "requests": 3, "windows": 12, "ranks": 2, "device": "cpu"}
     return Result(options, machine, made_up_rows())

@@ -445,8 +445,11 @@ def classes_side_by_side() -> list[str]:
     import deepspeed
     from deepspeed.runtime import engine as deepspeed_engine
 
+    from requestzero.zero.upstream import optimizer_class
+
     engines = [build(Setup()), build(Setup(), requestzero=False), build(Setup())]
     names = [f"{type(e).__name__}/{type(e.optimizer).__name__}" for e in engines]
+    names = [name.replace(optimizer_class().__name__, "RequestZeROOptimizer") for name in names]
     names += [deepspeed.DeepSpeedEngine.__name__, deepspeed_engine.DeepSpeedZeroOptimizer.__name__]
     for engine in engines:
         engine.destroy()

@@ -249,7 +249,7 @@ class Accelerator(StockAccelerator):
         if wrapper is not None and self._logs_metrics and self.is_main_process:
             own = wrapper.take_metrics()
             values = {**values, **{name: value for name, value in own.items() if name not in values}}
-        super().log(values, step=step, log_kwargs=log_kwargs)
+        super().log(values, step=step, log_kwargs=log_kwargs or {})
 
     @override
     def clip_grad_norm_(

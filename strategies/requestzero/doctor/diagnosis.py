@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from requestzero.doctor.config_file import read_config_file
 from requestzero.doctor.cpu_adam import CpuAdam, check_cpu_adam
 from requestzero.doctor.requirements import Finding, check_versions
+from requestzero.doctor.status import Status
 from requestzero.doctor.stock_losses import Loss, stock_run
 from requestzero.environment.machine import Machine, describe_machine
 from requestzero.environment.versions import require_supported_deepspeed
-
-
-class Status(IntEnum):
-    """Exit statuses. 1 and 2 are left to Python (an exception) and argparse (wrong arguments)."""
-
-    FINE = 0
-    LOSES = 3
-    UNFIT = 4
 
 
 @dataclass(frozen=True)

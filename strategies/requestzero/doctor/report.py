@@ -9,6 +9,7 @@ from requestzero.doctor.cpu_adam import CpuAdam
 from requestzero.doctor.diagnosis import ConfigDiagnosis, Diagnosis, Status
 from requestzero.doctor.requirements import Finding
 from requestzero.environment.build_lock import LockState
+from requestzero.environment.machine import installed_versions
 
 OK, BAD, NEUTRAL = "ok", "no", ""
 Row = tuple[str, str, str]
@@ -79,13 +80,14 @@ def _version_row(finding: Finding) -> Row:
 
 
 def _config_rows(config: ConfigDiagnosis) -> Iterator[Row]:
+    stock = f"stock DeepSpeed {installed_versions()['deepspeed']}"
     yield "config", config.path, NEUTRAL
     if config.losses is None:
-        yield "stock DeepSpeed", f"not known: {config.unknown}", BAD
+        yield stock, f"not known: {config.unknown}", BAD
     elif not config.losses:
-        yield "stock DeepSpeed", "every update is the sum of its window", OK
+        yield stock, "every update is the sum of its window", OK
     for loss in config.losses or []:
-        yield "stock DeepSpeed", loss.value, BAD
+        yield stock, loss.value, BAD
     yield "requestzero", config.refusal or "takes this config", _mark(config.refusal is None)
 
 

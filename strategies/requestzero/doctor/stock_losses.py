@@ -1,6 +1,6 @@
 """Losses of gradients at request boundaries in DeepSpeed's own optimizers, derived from a config.
 
-Written for DeepSpeed 0.19.8, whose ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and
+Written for DeepSpeed 0.19.6 to 0.19.8, whose ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and
 ``runtime/bf16_optimizer.py`` it follows. ``tests/doctor/test_stock_losses.py`` runs these against each other,
 Muon aside: its updates are orthogonalized, so that a test by values cannot tell the sums apart.
 """
@@ -80,6 +80,8 @@ class StockRun:
     """``overlap_comm``."""
     muon: bool
     """True if the config's optimizer is Muon."""
+    has_one_sum: bool = True
+    """True if this DeepSpeed sums in one fp32 partition where accumulation is fp32 on a 16-bit model: since 0.19.8."""
 
     @property
     def losses(self) -> list[Loss]:
@@ -98,7 +100,7 @@ class StockRun:
     @property
     def _keeps_one_sum(self) -> bool:
         """True for fp32 accumulation on a 16-bit model: one fp32 partition from step to step, Muon's matrices aside."""
-        return self.accumulation == "fp32" != self.model and not self.muon
+        return self.has_one_sum and self.accumulation == "fp32" != self.model and not self.muon
 
     @property
     def _reduces_in_last_backward_only(self) -> bool:
@@ -143,6 +145,7 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
     """
     from deepspeed.runtime.config import DtypeEnum
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from pydantic import ValidationError
 
     _refuse_auto(config)
@@ -168,6 +171,7 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
         managed=config.get("managed_gradient_accumulation", True) is not False,
         overlap=bool(zero.overlap_comm),
         muon=optimizer.lower() == "muon",
+        has_one_sum=hasattr(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer"),
     )
 
 

@@ -18,6 +18,12 @@ from pathlib import Path
 from requestzero.environment.definitions import Source
 
 RECORD = Path(__file__).with_name("proved_deepspeed.json")
+STAGE_3 = (
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.partition_parameters",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+)
+"""Modules that only ZeRO 3 relies on."""
 ABSENT = "absent"
 """In the place of a fingerprint: the definition does not exist, and is not needed."""
 
@@ -41,13 +47,18 @@ def proved_sources() -> ProvedSources:
 
 
 @cache
-def differences(package: Path) -> tuple[str, ...]:
+def differences(package: Path, stage_3: bool = False) -> tuple[str, ...]:
     """Return the definitions of the DeepSpeed in the folder ``package`` that are none of their proved variants.
 
     Whole files are compared first, which takes a few milliseconds; only what is in other files is parsed.
+
+    Args:
+        package: folder of the package.
+        stage_3: of those that only ZeRO 3 relies on; else of the others.
     """
     proved = proved_sources()
-    changed = {module for module, hashes in proved.modules.items() if file_hash(path_of(package, module)) not in hashes}
+    modules = {name: hashes for name, hashes in proved.modules.items() if (name in STAGE_3) == stage_3}
+    changed = {name for name, hashes in modules.items() if file_hash(path_of(package, name)) not in hashes}
     suspect = [name for name in proved.definitions if name.partition(":")[0] in changed]
     found = fingerprints(package, suspect)
     return tuple(name for name in suspect if found[name] not in proved.definitions[name])

@@ -26,10 +26,22 @@ def require_supported_deepspeed() -> None:
     override: what counts is the source of these and not the number of the version. With the environment variable
     :data:`UNPROVED` at ``1`` there is a warning instead, one in each process group.
     """
+    _require(stage_3=False)
+
+
+def require_supported_stage_3() -> None:
+    """Raise ImportError unless what only ZeRO 3 relies on is as it was proved, which is so in fewer releases.
+
+    See :func:`require_supported_deepspeed`.
+    """
+    _require(stage_3=True)
+
+
+def _require(stage_3: bool) -> None:
     package = deepspeed_folder()
     if package is None:
         raise ImportError(f"requestzero {__version__} needs DeepSpeed, and none is installed. Run: {pip_line()}")
-    different = differences(package)
+    different = differences(package, stage_3)
     if different and os.environ.get(UNPROVED) == "1":
         _warn(_finding(package, different))
     elif different:

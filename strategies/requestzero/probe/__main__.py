@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     from rich.console import Console
 
-    from requestzero.probe.ranks import RankFailure, run_ranks
+    from requestzero.probe.ranks import RankFailure
+    from requestzero.probe.run import run_probe
     from requestzero.probe.table import print_tables
 
     console = Console()
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _compile_ahead(options)
         with _progress(console, options.steps()) as report:
-            result = run_ranks(options, report)
+            result = run_probe(options, report)
     except (RankFailure, RuntimeError) as failure:
         print(failure, file=sys.stderr)
         return 1

@@ -135,7 +135,8 @@ def _draw_times(axes: Any, result: Result) -> None:
     axes.axvline(1, color="#4a4f58", linestyle="--", linewidth=1.2)
     axes.set_yticks(range(len(rows)), [_bar_name(row) for row in rows])
     axes.grid(axis="y", visible=False)
-    axes.set_title(f"Time, requestzero / stock (dashed: stock)\n{_ranks(result)}")
+    stock = f"stock DeepSpeed {result.machine.versions['deepspeed']}"
+    axes.set_title(f"Time, requestzero / stock (dashed: {stock})\n{_ranks(result)}")
     axes.set_xlabel("ratio: median and quartiles (shorter is faster)")
     axes.set_ylim(len(rows) - 0.4, -1.3)  # room for the legend
     axes.legend(loc="upper center", ncols=len(PARTS))

@@ -1,4 +1,4 @@
-"""The ranks of a probe: started, followed, and ended with the command."""
+"""The ranks of a probe or a self-test: started, followed, and ended with the command."""
 
 from __future__ import annotations
 
@@ -7,32 +7,47 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest.mock import patch
 
-from requestzero.environment.machine import describe_machine
-from requestzero.probe.options import Options
-from requestzero.probe.result import Result
+LONGEST_WAIT = timedelta(minutes=10)
+Report = Callable[[str], None]
+"""Called with the name of what comes next."""
 
-_LONGEST_WAIT = timedelta(minutes=10)
-"""For another rank in a collective: ranks that stock lets drift apart end with an error, and not never."""
+
+@dataclass(frozen=True)
+class Launch:
+    """Work for ranks of this machine."""
+
+    work: Callable[[Report], Any]
+    """Called on every rank; has to be picklable."""
+    ranks: int
+    device: str
+    """``"cuda"`` or ``"cpu"``."""
+    shares_device: bool = False
+    """All ranks use the first GPU, and gloo, since NCCL allows a device only one rank."""
+    longest_wait: timedelta = LONGEST_WAIT
+    """For another rank in a collective: ranks that stock lets drift apart end with an error, and not never."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables of the ranks."""
 
 
 class RankFailure(RuntimeError):
     """Error of a rank that raised or died; the message names it and the reason. The others have been ended."""
 
 
-def run_ranks(options: Options, report: Callable[[str], None]) -> Result:
-    """Run all measurements in ``options.ranks`` processes of this machine.
+def run_ranks(launch: Launch, report: Report) -> Any:
+    """Call ``launch.work`` in as many processes of this machine as it says; return what the first rank's call returns.
 
     Args:
-        options: of the run.
-        report: called in this process with the name of the next measurement.
+        launch: the work.
+        report: called in this process with what the first rank reports.
 
     Raises:
         RankFailure: a rank raised or died.
@@ -42,9 +57,9 @@ def run_ranks(options: Options, report: Callable[[str], None]) -> Result:
 
     ours, theirs = multiprocessing.Pipe(duplex=False)
     found: list[Any] = []
-    with tempfile.TemporaryDirectory(prefix="probe-") as folder, patch.dict(os.environ, _environment(options)):
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, patch.dict(os.environ, _environment(launch)):
         try:
-            context = ranks.spawn(_rank, (options, folder, theirs), nprocs=options.ranks, join=False)
+            context = ranks.spawn(_rank, (launch, folder, theirs), nprocs=launch.ranks, join=False)
             try:
                 done = False
                 while not done:
@@ -54,8 +69,7 @@ def run_ranks(options: Options, report: Callable[[str], None]) -> Result:
                 _end(context.processes)
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise RankFailure(str(error).strip()) from None
-    machine, rows = found
-    return Result(options.record(), machine, rows)
+    return found[0]
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
@@ -75,34 +89,43 @@ def _drain(pipe: Connection, report: Callable[[str], None], found: list[Any]) ->
             found.extend(message)
 
 
-def _environment(options: Options) -> dict[str, str]:
+def _environment(launch: Launch) -> dict[str, str]:
     """Return the variables that have to be set before a rank imports torch and DeepSpeed."""
-    threads = str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
-    accelerator = {"DS_ACCELERATOR": "cpu"} if options.device == "cpu" else {}
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), **accelerator}
+    threads = str(max(1, len(os.sched_getaffinity(0)) // launch.ranks))
+    accelerator = {"DS_ACCELERATOR": "cpu"} if launch.device == "cpu" else {}
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), **accelerator, **launch.environment}
 
 
-def _rank(rank: int, options: Options, folder: str, pipe: Connection) -> None:
-    """Measure on one rank; the first one reports and sends ``(machine, rows)``."""
+def _rank(rank: int, launch: Launch, folder: str, pipe: Connection) -> None:
+    """Do the work on one rank; the first one reports and sends the result."""
 
     def report(text: str) -> None:
         if rank == 0:
             pipe.send(text)
 
     report("imports")
-    with process_group(rank, options.ranks, options.device, folder), _quiet():
-        from requestzero.probe.measure import measure_all
-
-        rows = measure_all(options, report)
+    group = process_group(rank, launch.ranks, launch.device, folder, launch.shares_device, launch.longest_wait)
+    with group, _quiet():
+        result = launch.work(report)
         if rank == 0:
-            pipe.send((describe_machine(options.ranks), rows))
+            pipe.send((result,))
 
 
 @contextmanager
-def process_group(rank: int, ranks: int, device: str, folder: str) -> Iterator[None]:
+def process_group(
+    rank: int, ranks: int, device: str, folder: str, shares_device: bool = False, longest_wait: timedelta = LONGEST_WAIT
+) -> Iterator[None]:
     """Join this process to ``ranks``, which meet in ``folder``; on CUDA each has the device of its number.
 
     For a process of its own: sets what DeepSpeed reads from the environment, and silences its logger.
+
+    Args:
+        rank: of this process.
+        ranks: their number.
+        device: ``"cuda"`` or ``"cpu"``.
+        folder: an empty one, the same for all ranks.
+        shares_device: all ranks use the first GPU, and gloo, since NCCL allows a device only one rank.
+        longest_wait: for another rank in a collective.
     """
     import deepspeed
     import torch
@@ -110,18 +133,19 @@ def process_group(rank: int, ranks: int, device: str, folder: str) -> Iterator[N
 
     from requestzero.zero.process_group import without_inference_operator
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    number = 0 if shares_device else rank
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
     logger.setLevel("ERROR")
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(number)
     with without_inference_operator():
         deepspeed.init_distributed(
-            "nccl" if device == "cuda" else "gloo",
+            "nccl" if device == "cuda" and not shares_device else "gloo",
             auto_mpi_discovery=False,
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=ranks,
-            timeout=_LONGEST_WAIT,
+            timeout=longest_wait,
             verbose=False,
         )
     yield

@@ -16,6 +16,7 @@ def print_tables(console: Console, result: Result) -> None:
     """Print one table a section, then errors in full."""
     for table in tables(result):
         console.print(table)
+    console.print(f"stock: DeepSpeed {result.machine.versions['deepspeed']}", markup=False, highlight=False)
     for note in notes(result.rows):
         console.print(note, markup=False, highlight=False)
 

@@ -6,4 +6,5 @@
 - ``overflow/``: gradients that are not finite: skips, their messages, their origin, rollback of a request.
 - ``stage_1_and_2/``: ZeRO 1 and 2: the way of a gradient from its hook into the window's sum, and the thin subclass of
   DeepSpeed's optimizer whose methods delegate to these parts.
+- ``upstream/``: adapters for older releases of DeepSpeed.
 """

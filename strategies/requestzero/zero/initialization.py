@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from requestzero.config.cpu_adam import builds_cpu_adam
 from requestzero.config.engine_options import take_engine_options
 from requestzero.config.files import load_config
-from requestzero.config.nested import Config
+from requestzero.config.nested import Config, section_of
+from requestzero.config.stage_3 import STAGE as STAGE_3
 from requestzero.config.supported import check_supported
 from requestzero.environment.cpu_adam import compile_cpu_adam
-from requestzero.environment.versions import require_supported_deepspeed
+from requestzero.environment.versions import require_supported_deepspeed, require_supported_stage_3
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,8 @@ def initialize(
     args, loaded = _take_config(args, config, config_params)
     options = take_engine_options(loaded)
     check_supported(loaded, model)
+    if section_of(loaded, "zero_optimization").get("stage") == STAGE_3:
+        require_supported_stage_3()
 
     from requestzero.zero.engine import RequestZeROEngine
     from requestzero.zero.patch import patched

@@ -13,6 +13,7 @@ from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.patch import patched
 from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
 from requestzero.zero.stage_3.optimizer import RequestZeROStage3Optimizer
+from requestzero.zero.upstream import optimizer_class
 
 OPTIMIZER_CLASSES = (RequestZeROOptimizer, RequestZeROStage3Optimizer)
 
@@ -21,7 +22,7 @@ OPTIMIZER_CLASSES = (RequestZeROOptimizer, RequestZeROStage3Optimizer)
 def optimizer_classes_in_place(stage: int, options: WindowOptions) -> Iterator[None]:
     """While the block runs, let DeepSpeed's engine build the request-safe class of a ZeRO stage."""
     if stage != 3:
-        wanted = partial(RequestZeROOptimizer, window_options=options)
+        wanted = partial(optimizer_class(), window_options=options)
         with patched(deepspeed_engine, "DeepSpeedZeroOptimizer", wanted):
             yield
         return

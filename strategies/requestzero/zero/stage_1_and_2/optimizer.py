@@ -162,7 +162,11 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
             self.written.adopt()
             with life_cycle.applying(self):
                 self._expose_sums()
-                super().step(closure)
+                self.apply_sums(closure)
+
+    def apply_sums(self, closure: Any) -> None:
+        """Let DeepSpeed's step apply the sums, which are complete."""
+        super().step(closure)
 
     @override
     def _get_loss_scale(self) -> Any:

@@ -56,6 +56,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def _link_all_hp_params(self) -> None: ...
 
     # Configuration.
+    optimizer: Optimizer
     cpu_offload: bool
     partition_gradients: bool
     reduce_scatter: bool

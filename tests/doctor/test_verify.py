@@ -1,0 +1,213 @@
+"""The self-test: what it runs, that it finds what is wrong, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from requestzero.doctor.__main__ import main
+from requestzero.doctor.verify import gpu, life_cycle
+from requestzero.doctor.verify.configurations import PLACES, SUMS, configurations
+from requestzero.doctor.verify.result import Check, Run, Updates, Verification
+from requestzero.doctor.verify.run import plan
+from requestzero.doctor.verify.setup import Setup
+from requestzero.doctor.verify.updates import compare, telling_windows
+from requestzero.probe.windows import random_windows
+from support.ranks import RankGroup
+
+
+def test_enough_is_configured() -> None:
+    """At least 28 on the CPU; every place with every pair of dtypes, and both halves of every option."""
+    found = configurations(cuda=False)
+    assert len({str(setup) for setup in found}) == len(found) >= 28
+    plain = {(s.stage, s.offload, s.model, s.accum) for s in found if s == Setup(s.stage, s.offload, s.model, s.accum)}
+    assert plain == {(*place, *dtypes) for place in PLACES for dtypes in SUMS}
+    assert {"fp16"} == {s.model for s in configurations(cuda=True)} - {s.model for s in found}
+
+
+def test_every_configuration_has_telling_windows_of_its_own() -> None:
+    drawn = [telling_windows(number) for number in range(len(configurations(cuda=False)))]
+    assert len({str(windows) for windows in drawn}) == len(drawn)
+    for windows in drawn:
+        several = [window for window in windows if sum(micro.request_end for micro in window) > 1]
+        assert any(len({i for micro in window for i, used in enumerate(micro.uses) if used}) < 5 for window in several)
+
+
+def test_the_ranks_by_gpus() -> None:
+    assert [(group.ranks, group.device, group.measures) for group in plan(0)] == [(2, "cpu", False)]
+    assert [(g.ranks, g.shares_device, g.measures) for g in plan(1)] == [(1, False, True), (2, True, False)]
+    assert [(group.ranks, group.device) for group in plan(8)] == [(8, "cuda")]
+
+
+# --- it can fail ----------------------------------------------------------------------------------------------------
+
+
+def compared(stock: bool) -> Updates:
+    import deepspeed
+
+    setup = Setup(stage=2, model="bf16", accum="bf16")
+    with patch("requestzero.initialize", deepspeed.initialize) if stock else nullcontext():
+        return compare(setup, random_windows(3, 3, seed=0))
+
+
+def test_it_finds_the_wrong_updates_of_stock(two_ranks: RankGroup) -> None:
+    assert [each.wrong for each in two_ranks.run(compared, False)] == [0, 0]
+    wrong = [each.wrong for each in two_ranks.run(compared, True)]
+    assert wrong[0] == wrong[1] > 0
+
+
+def with_one_wrong_weight() -> Updates:
+    import torch.distributed as dist
+
+    from requestzero.doctor.verify import updates
+
+    def weights(engine: Any) -> Any:
+        found = original(engine)
+        found[2][0, 0] += dist.get_rank()
+        return found
+
+    original = updates.module_weights
+    with patch.object(updates, "module_weights", weights):
+        return compare(Setup(), random_windows(2, 2, seed=0))
+
+
+def test_a_weight_that_is_wrong_on_one_rank_counts(two_ranks: RankGroup) -> None:
+    assert [each.wrong for each in two_ranks.run(with_one_wrong_weight)] == [2, 2]
+
+
+def test_an_option_that_deepspeed_does_not_have_is_told(two_ranks: RankGroup) -> None:
+    setup = Setup(zero={"reduce_bucket_size": "large"})
+    for found in two_ranks.run(compare, setup, random_windows(1, 1, seed=0)):
+        assert found.wrong == found.updates == 5
+        assert found.error.startswith("ValidationError: 1 validation error")
+
+
+def life_cycle_of(folder: Path) -> list[Check]:
+    return life_cycle.check_life_cycle(lambda text: None, folder)
+
+
+def unguarded_life_cycle(folder: Path) -> list[Check]:
+    """The engine says that it has applied everything, and saves nothing."""
+    from requestzero.zero.engine import RequestZeROEngine
+
+    with (
+        patch.object(RequestZeROEngine, "was_step_applied", lambda self: True),
+        patch.object(RequestZeROEngine, "save_checkpoint", lambda self, folder: True),
+    ):
+        return life_cycle_of(folder)
+
+
+def test_the_life_cycle_is_checked(two_ranks: RankGroup, tmp_path: Path) -> None:
+    for checks in two_ranks.run(life_cycle_of, tmp_path / "good"):
+        assert len(checks) == 8
+        assert [check.name for check in checks if not check.passed] == []
+    for checks in two_ranks.run(unguarded_life_cycle, tmp_path / "bad"):
+        failed = [check.name.split(": ")[1] for check in checks if not check.passed]
+        assert {name.split()[0] + " " + name.split()[1] for name in failed} == {"a window", "a checkpoint", "a resumed"}
+
+
+def fails_on_rank_1() -> Check:
+    import torch.distributed as dist
+
+    return life_cycle.on_all_ranks("check", lambda: dist.get_rank() == 0)
+
+
+def test_a_check_has_to_hold_on_every_rank(two_ranks: RankGroup) -> None:
+    assert [check.passed for check in two_ranks.run(fails_on_rank_1)] == [False, False]
+
+
+# --- what only a GPU has, as far as the CPU goes ----------------------------------------------------------------------
+
+
+def on_the_cpu(check: Callable[[], Any]) -> Any:
+    with (
+        patch.object(gpu, "_wait_on_the_device", lambda gradient: None),
+        patch.object(gpu, "_busy_copies", nullcontext),
+    ):
+        return check()
+
+
+GPU_CHECKS = {
+    "streams": lambda: gpu._streams(False),
+    "overlap": lambda: gpu._streams(False, overlap_comm=True),
+    "retained": lambda: gpu._streams(True),
+    "prefetch": gpu._prefetches,
+    "auto": gpu._keeps,
+}
+
+
+def gpu_check(name: str) -> bool:
+    with patch.object(gpu, "_WIDTH", 16):
+        return bool(on_the_cpu(GPU_CHECKS[name]))
+
+
+@pytest.mark.parametrize("name", GPU_CHECKS)
+def test_the_arithmetic_of_the_gpu_checks(two_ranks: RankGroup, name: str) -> None:
+    assert two_ranks.run(gpu_check, name) == [True, True]
+
+
+def late_gpu_check() -> bool:
+    """A restored partition holds something else than the sum, as one that nobody waits for."""
+    from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionAccumulator
+
+    with patch.object(PartitionAccumulator, "_reload", lambda self, flat: flat.fill_(math.nan)):
+        return gpu_check("streams")
+
+
+def test_a_gpu_check_can_fail(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(late_gpu_check) == [False, False]
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+def verification(*runs: Run, different: tuple[str, ...] = ()) -> Verification:
+    return Verification(None, different, list(runs), 12.3)
+
+
+def test_the_result_counts_what_is_wrong() -> None:
+    good = Run("two ranks", [Updates("default", 15, 0)], [Check("a check", True), Check("measured", None, "7")])
+    assert (verification(good).status, verification(good).lines()[-1]) == (
+        0,
+        "0 of 15 parameter updates are wrong, in 1 configurations (12 s): passed",
+    )
+    bad = Run("others", [Updates("stage=1", 15, 2), Updates("offload=True", 15, 15, "TypeError: no")])
+    text = "\n".join(verification(good, bad, different=("a:b",)).lines())
+    for part in ("stage=1: 2 of 15 updates are wrong", "1 configurations: TypeError: no", "17 of 45", "FAILED"):
+        assert part in text
+    assert "DeepSpeed: 1 definitions are not those that were proved" in text
+    assert verification(good, bad).status == 5
+    assert verification(Run("ranks", failure="rank 1 died")).status == 5
+    assert verification(Run("ranks", checks=[Check("a check", False)])).status == 5
+    assert json.loads(json.dumps(verification(bad).as_json()))["runs"][0]["updates"][0]["wrong"] == 2
+
+
+def test_the_command_writes_what_it_prints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = verification(Run("ranks", [Updates("default", 15, 1)]))
+    monkeypatch.setattr("requestzero.doctor.verify.run.verify", lambda device, report: found)
+    assert main(["--verify", "--out", str(tmp_path / "result.json"), "--json"]) == 5
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "result.json").read_text())
+    assert main(["--verify"]) == 5
+    assert "1 of 15 parameter updates are wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--verify", "ds.json"], ["--out", "result.json"], ["--device", "cpu"]])
+def test_arguments_that_do_not_go_together(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "--verify" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main(["--verify", "--device", "cuda"]) == 4
+    assert "PyTorch finds no GPU here" in capsys.readouterr().err

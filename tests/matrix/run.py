@@ -1,0 +1,173 @@
+"""Run the self-test, and with ``--tests`` the fast tests, in every environment, and write the table of the docs.
+
+    python tests/matrix/run.py                                   # the self-test in every cell
+    python tests/matrix/run.py "DeepSpeed 0.19.6" --tests        # one cell, with the tests that concern it
+    python tests/matrix/run.py --dry "DeepSpeed 0.19.6"          # only the exit status; nothing is written
+
+Environments are kept in ``--folder`` and used again. Results are kept in ``results.json``, a cell at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from cells import CELLS, Cell
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).with_name("results.json")
+PAGE = ROOT / "docs/reference/versions.md"
+SHOWN = ("torch", "deepspeed", "lightning", "accelerate", "transformers")
+MARKS = ("<!-- matrix: begin (python tests/matrix/run.py) -->", "<!-- matrix: end -->")
+NEEDED = "pytest>=8 pytest-timeout hypothesis rich jinja2 matplotlib tensorboard jsonargparse[signatures] ninja"
+
+VERSIONS = """
+import json
+from requestzero.environment.machine import installed_versions
+print(json.dumps(installed_versions()))
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A Python and its variables."""
+
+    python: str
+    variables: dict[str, str]
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [self.python, *arguments]
+        return subprocess.run(command, cwd=ROOT, env={**os.environ, **self.variables}, capture_output=True, text=True)
+
+
+def environment_of(cell: Cell, folder: Path) -> Environment:
+    """Build the cell's environment in ``folder``, unless it is there."""
+    place = folder / re.sub(r"[^\w.]+", "-", cell.name)
+    variables = {"TORCH_EXTENSIONS_DIR": str(place / "torch_extensions"), "REQUESTZERO_UNPROVED_DEEPSPEED": "1"}
+    if cell.python is None:
+        paths = [overlay(package, version, folder) for package, version in cell.packages.items()]
+        return Environment(
+            sys.executable, {**variables, "PYTHONPATH": os.pathsep.join([*paths, str(ROOT / "strategies")])}
+        )
+    if not (place / "built").exists():
+        build(cell, place)
+    return Environment(str(place / "bin/python"), {**variables, "PYTHONPATH": str(ROOT / "strategies")})
+
+
+def overlay(package: str, version: str, folder: Path) -> str:
+    """Install one package alone into a folder of its own; return that, to be the first on the path."""
+    place = folder / f"{package}-{version}"
+    if not place.exists():
+        pip(sys.executable, "--no-deps", "--no-build-isolation", "--target", str(place), f"{package}=={version}")
+    return str(place)
+
+
+def build(cell: Cell, place: Path) -> None:
+    """Make an environment with another Python: torch first, since DeepSpeed's build looks for it."""
+    python = shutil.which(f"python{cell.python}")
+    if python is None:
+        raise SystemExit(f"{cell.name}: there is no python{cell.python} on the PATH.")
+    subprocess.run([python, "-m", "venv", "--clear", str(place)], check=True)
+    inside = str(place / "bin/python")
+    pip(inside, f"torch=={cell.packages['torch']}", "setuptools", "wheel", "packaging")
+    wanted = [f"{package}=={version}" for package, version in cell.packages.items()]
+    pip(inside, "--no-build-isolation", *wanted, *NEEDED.split(), *pinned_otherwise(cell))
+    (place / "built").touch()
+
+
+def pinned_otherwise(cell: Cell) -> list[str]:
+    """Return the front ends at their pinned versions, where the cell names none."""
+    pins = dict(re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+    names = [name for name in ("lightning", "accelerate", "transformers") if name not in cell.packages]
+    return [*(f"{name}=={pins[name]}" for name in names), "hydra-core>=1.3.2,<1.4", "hjson"]
+
+
+def pip(python: str, *arguments: str) -> None:
+    subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments], check=True)
+
+
+def measure(cell: Cell, environment: Environment, tests: bool) -> dict[str, Any]:
+    """Run the self-test and, where wanted, the tests; return the row of the table."""
+    started = time.monotonic()
+    versions = (
+        "import json; from requestzero.environment.machine import installed_versions as v; print(json.dumps(v()))"
+    )
+    found = json.loads(environment.run("-c", versions).stdout)
+    test = environment.run("-m", "requestzero.doctor", "--verify", "--device", "cpu", "--json")
+    if test.returncode not in (0, 5):
+        raise SystemExit(f"{cell.name}: {test.stdout}\n{test.stderr}")
+    result = json.loads(test.stdout)
+    outcome = "passed" if result["passed"] else "FAILED"
+    if result["different"]:
+        outcome = f"{len(result['different'])} definitions of DeepSpeed are not recorded as proved: FAILED"
+    row = {
+        "versions": {name.lower(): version for name, version in found.items()},
+        "self_test": f"{result['wrong']} of {result['updates']} wrong, {outcome}",
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        "seconds": round(time.monotonic() - started),
+    }
+    return {**row, "tests": fast_tests(cell, environment)} if tests else row
+
+
+def fast_tests(cell: Cell, environment: Environment) -> str:
+    """Run the cell's fast tests; return pytest's last line, in words."""
+    run = environment.run("-m", "pytest", "-q", "--fast", "-p", "no:cacheprovider", *cell.tests)
+    lines = run.stdout.strip().splitlines()
+    print(*[line for line in lines if line.startswith(("FAILED", "ERROR"))], sep="\n", file=sys.stderr)
+    counts = re.sub(r" in [\d.]+s.*", "", lines[-1].strip("= "))
+    return f"{' '.join(cell.tests)}: {counts}"
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the results as a table."""
+    head = ["environment", "Python", *SHOWN, "self-test", "fast tests", "run on"]
+    rows = [head, ["---"] * len(head)]
+    for cell in CELLS:
+        if cell.name in results:
+            row = results[cell.name]
+            versions = [row["versions"].get(name) or "-" for name in ("python", *SHOWN)]
+            rows.append([cell.name, *versions, row["self_test"], row.get("tests", "not run"), row["date"]])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def write(results: dict[str, Any]) -> None:
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{table(results)}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cells", nargs="*", metavar="CELL", help="names of cells (default: all)")
+    parser.add_argument("--tests", action="store_true", help="also the fast tests that concern the cell")
+    parser.add_argument("--dry", action="store_true", help="write nothing")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".pytest_cache/matrix", help="of the environments")
+    given = parser.parse_args()
+    folder = given.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    failed = []
+    for cell in CELLS:
+        if given.cells and cell.name not in given.cells:
+            continue
+        row = measure(cell, environment_of(cell, folder), given.tests)
+        results[cell.name] = {**results.get(cell.name, {}), **row}
+        print(f"{cell.name}: {row['self_test']} ({row['seconds']} s) {row.get('tests', '')}")
+        failed += [cell.name] if "passed" not in row["self_test"] else []
+        if not given.dry:
+            write(results)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Faults of DeepSpeed's own ZeRO optimizers, each with the smallest window that shows it. requestzero is not used.
+
+    DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 tests/upstream_faults/zero_faults.py [NAME ...]
+
+Two weights a and b, SGD with a learning rate of 1: an update is the gradient. A micro-batch is written as the gradients
+that it has, such as ``(1, 2)``, and ``(1, None)`` where b takes no part; it is the same on both ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+
+Micro = tuple[float | None, float | None]
+
+
+class Weights(torch.nn.Module):
+    """Two weights of four elements each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(4))
+        self.b = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, gradients: Micro) -> torch.Tensor:
+        pairs = zip(gradients, (self.a, self.b), strict=True)
+        return torch.stack([(weight * value).sum() for value, weight in pairs if value is not None]).sum()
+
+
+def build(stage: int, offload: bool = False, module: torch.nn.Module | None = None, **zero: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {}), **zero},
+    }
+    module = module or Weights()
+    return deepspeed.initialize(model=module, optimizer=torch.optim.SGD(module.parameters(), lr=1.0), config=config)[0]
+
+
+def backward(engine: Any, gradients: Micro, boundary: bool) -> None:
+    engine.set_gradient_accumulation_boundary(boundary)
+    engine.backward(engine(gradients))
+
+
+def weights(engine: Any) -> list[float]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return [float(safe_get_full_fp32_param(param)[0]) for param in engine.module.parameters()]
+
+
+def update(engine: Any, *requests: list[Micro]) -> list[float]:
+    """Run the requests and step; return what was applied to a and b."""
+    before = weights(engine)
+    for request in requests:
+        for position, gradients in enumerate(request):
+            backward(engine, gradients, position == len(request) - 1)
+    engine.step()
+    return [x - y for x, y in zip(before, weights(engine), strict=True)]
+
+
+Result = tuple[Any, Any]
+"""What is right, and what was measured."""
+
+
+def earlier_requests_are_lost() -> Result:
+    """Stages 1 and 2 on the device: two requests before a step; only the last is applied."""
+    return [4, 4], update(build(2), [(1, 1)], [(3, 3)])
+
+
+def first_request_is_lost() -> Result:
+    """CPU offload: the first request, of one micro-batch, is not in the sum that the next adds to."""
+    return [4, 4], update(build(2, offload=True), [(1, 1)], [(3, 3)])
+
+
+def an_older_window_is_counted() -> Result:
+    """CPU offload: in the place of a window's first request stands what an older window has left."""
+    engine = build(2, offload=True)
+    update(engine, [(8, 8), (8, 8)])
+    return [4, 4], update(engine, [(1, 1)], [(3, 3)])
+
+
+def late_parameter_counts_an_older_window() -> Result:
+    """CPU offload: b takes part from the second micro-batch on, and is added to what an older window has left."""
+    engine = build(2, offload=True)
+    update(engine, [(8, 8), (8, 8)])
+    return [4, 3], update(engine, [(1, None), (3, 3)])
+
+
+def absent_parameter_is_applied_again() -> Result:
+    """CPU offload, one backward per step: b takes no part in the second step; its last gradient is applied again."""
+    engine = build(2, offload=True)
+    update(engine, [(1, 5)])
+    return [2, 0], update(engine, [(2, None)])
+
+
+def parameter_of_an_earlier_micro_batch_is_not_published() -> Result:
+    """Stage 2 with offload: b is not in the request's last micro-batch, and its sum does not reach the host."""
+    return [4, 3], update(build(2, offload=True), [(1, 3), (3, None)])
+
+
+def unreduced_parameter() -> Result:
+    """Stage 1 with overlap_comm: b is not in the request's last micro-batch, and is never reduced (3 is a mean)."""
+    on_this_rank = 6.0 * torch.distributed.get_rank()
+    return [4, 3], update(build(1, overlap_comm=True), [(1, on_this_rank), (3, None)])
+
+
+def zero_grad_discards_nothing() -> Result:
+    """Stage 2: gradients that ``engine.zero_grad()`` was to discard are applied."""
+    engine = build(2)
+    backward(engine, (8, 8), boundary=False)
+    engine.zero_grad()
+    return [3, 3], update(engine, [(3, 3)])
+
+
+def pending_gradients_survive_a_load() -> Result:
+    """Stage 2: ``load_checkpoint`` into a live engine leaves the gradients of its open window."""
+    engine = build(2)
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        torch.distributed.broadcast_object_list(folders, 0)
+        engine.save_checkpoint(folders[0])
+        backward(engine, (8, 8), boundary=False)
+        engine.load_checkpoint(folders[0])
+        torch.distributed.barrier()
+    return [3, 3], update(engine, [(3, 3)])
+
+
+def step_without_backward() -> Result:
+    """Stage 2: a step after a step raises, where there is nothing to apply."""
+    engine = build(2)
+    update(engine, [(1, 1)])
+    try:
+        return "no error", (engine.step(), "no error")[1]
+    except Exception as error:
+        return "no error", f"{type(error).__name__}: {error}"
+
+
+def loss_of_two_forwards() -> Result:
+    """Stage 2 with offload: ``loss.backward()`` of one loss of two forwards; nothing of it is applied."""
+    engine = build(2, offload=True)
+    engine.set_gradient_accumulation_boundary(True)
+    before = weights(engine)
+    (engine((1, 1)) + engine((3, 3))).backward()
+    engine.step()
+    return [4, 4], [x - y for x, y in zip(before, weights(engine), strict=True)]
+
+
+class Four(torch.nn.Module):
+    """Weights of four elements that hold 1, 2, 3, 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.full((4,), float(n))) for n in (1, 2, 3, 4))
+
+
+def round_robin_reads_another_weight() -> Result:
+    """round_robin_gradients: ``safe_get_full_fp32_param`` returns the weights of another parameter."""
+    return [1, 2, 3, 4], weights(build(2, module=Four(), round_robin_gradients=True))
+
+
+def stage_3_applies_an_absent_parameter_again() -> Result:
+    """Stage 3, one backward per step: b takes no part in the second step; its last gradient is applied again."""
+    engine = build(3)
+    update(engine, [(1, 5)])
+    return [2, 0], update(engine, [(2, None)])
+
+
+def stage_3_counts_an_older_window() -> Result:
+    """Stage 3: b takes part from the second micro-batch on, and is added to what an older window has left."""
+    engine = build(3)
+    update(engine, [(8, 8), (8, 8)])
+    return [4, 3], update(engine, [(1, None), (3, 3)])
+
+
+FAULTS: list[Callable[[], Result]] = [
+    earlier_requests_are_lost,
+    first_request_is_lost,
+    an_older_window_is_counted,
+    late_parameter_counts_an_older_window,
+    absent_parameter_is_applied_again,
+    parameter_of_an_earlier_micro_batch_is_not_published,
+    unreduced_parameter,
+    zero_grad_discards_nothing,
+    pending_gradients_survive_a_load,
+    step_without_backward,
+    loss_of_two_forwards,
+    round_robin_reads_another_weight,
+    stage_3_applies_an_absent_parameter_again,
+    stage_3_counts_an_older_window,
+]
+
+
+def main(names: list[str]) -> None:
+    deepspeed.utils.logger.setLevel("ERROR")
+    # An operator for inference, which would be compiled for a minute where ranks are joined on the CPU.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+    for fault in FAULTS:
+        if not names or fault.__name__ in names:
+            wanted, got = fault()
+            if torch.distributed.get_rank() == 0:
+                print(f"{fault.__name__}: {wanted} is right, {got} with DeepSpeed {deepspeed.__version__}", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
