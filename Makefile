@@ -40,7 +40,7 @@ else
 	$(RUN) pytest $(ARGS)
 endif
 
-test-fast: $(STAMP)  ## every quick test with one of its parameter sets: minutes, for the inner loop
+test-fast: $(STAMP)  ## a few quick tests of every file: minutes, for the inner loop
 	$(RUN) pytest -n $(WORKERS) --dist loadfile --fast $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and layout; import-linter: the layers of the packages

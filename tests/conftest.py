@@ -17,7 +17,7 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".pytest_cache" / "torc
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="one parameter set of every test that is not marked as slow")
+    parser.addoption("--fast", action="store_true", help="a few tests of every file, none that is marked as slow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

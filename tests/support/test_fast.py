@@ -1,11 +1,11 @@
-"""The cut through all tests: one parameter set of every function that is not slow, the same in every process."""
+"""The cut through all tests: some functions of every file, one parameter set of each, the same in every process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from support.fast import fast_cut
+from support.fast import PER_FILE, fast_cut
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Item:
 
 
 def test_one_set_of_every_quick_function() -> None:
-    functions = [f"tests/a.py::test_{number}" for number in range(40)]
+    functions = [f"tests/{number}.py::test_it" for number in range(40)]
     items: list[Any] = [Item(f"{name}[{value}]") for name in functions for value in "abc"]
     items += [Item("tests/b.py::test_slow[a]", slow=True), Item("tests/b.py::test_partly[a]", slow=True)]
     items += [Item("tests/b.py::test_partly[b]"), Item("tests/b.py::test_plain")]
@@ -31,3 +31,13 @@ def test_one_set_of_every_quick_function() -> None:
     assert {name[-2] for name in names[:40]} == {"a", "b", "c"}, "functions get different sets"
     assert sorted(kept + others, key=items.index) == items
     assert fast_cut(items) == (kept, others)
+
+
+def test_of_a_long_file_every_nth_function() -> None:
+    items: list[Any] = [Item(f"tests/long.py::test_{number:02}[{value}]") for number in range(18) for value in "ab"]
+    items += [Item("tests/short.py::test_one"), Item("tests/short.py::test_two")]
+    kept, others = fast_cut(items)
+    names = [item.nodeid.split("[")[0] for item in kept]
+    assert names[:PER_FILE] == [f"tests/long.py::test_{number:02}" for number in range(0, 18, 18 // PER_FILE)]
+    assert names[PER_FILE:] == ["tests/short.py::test_one", "tests/short.py::test_two"]
+    assert len(kept) + len(others) == len(items)
