@@ -106,7 +106,7 @@ def unguarded_life_cycle(folder: Path) -> list[Check]:
 
 def test_the_life_cycle_is_checked(two_ranks: RankGroup, tmp_path: Path) -> None:
     for checks in two_ranks.run(life_cycle_of, tmp_path / "good"):
-        assert len(checks) == 8
+        assert len(checks) == 9
         assert [check.name for check in checks if not check.passed] == []
     for checks in two_ranks.run(unguarded_life_cycle, tmp_path / "bad"):
         failed = [check.name.split(": ")[1] for check in checks if not check.passed]

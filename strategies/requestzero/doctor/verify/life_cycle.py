@@ -22,6 +22,8 @@ _SETUPS = (
     Setup(stage=1, model="bf16", accum="fp32"),
     Setup(stage=2, offload=True, model="bf16", accum="fp32"),
 )
+_CLIPPED = Setup(stage=2, config={"gradient_clipping": 1e6})
+"""In fp32 nothing is checked, but clipping reads the norm."""
 
 
 def check_life_cycle(report: Callable[[str], None], folder: Path) -> list[Check]:
@@ -44,7 +46,9 @@ def check_life_cycle(report: Callable[[str], None], folder: Path) -> list[Check]
             name = f"ZeRO-{setup.stage} {place}: {text}"
             report(name)
             found.append(on_all_ranks(name, check))
-    return found
+    name = "fp32 with clipping: a window whose norm is not finite is skipped, and nothing of it is left"
+    report(name)
+    return [*found, on_all_ranks(name, partial(_skips, _CLIPPED))]
 
 
 def on_all_ranks(name: str, check: Callable[[], bool]) -> Check:
