@@ -68,7 +68,7 @@ def test_the_recorded_windows(two_ranks: RankGroup, place: str) -> None:
 
 
 def after_an_overflow(setup: Setup, requestzero: bool) -> list[bool]:
-    """Whether each of three windows was applied, the first of which has inf in the last layer; and finite weights."""
+    """Return true for each of three windows that was applied, of which the first has inf; and for finite weights."""
     with fp16_where_needed(setup.model):
         engine = build(setup, requestzero)
         applied = []
