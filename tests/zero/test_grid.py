@@ -33,6 +33,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nonreentrant": {"checkpointing": "nonreentrant"},
     "groups": {"groups": 3},
     "retain": {"retain": True},
+    "request": {"at": "request"},
+    "window": {"at": "window"},
+    "auto": {"at": "auto"},
     "unmanaged": {"managed": False},
     "round-robin": {"zero": {"round_robin_gradients": True}},
     "no-reduce-scatter": {"zero": {"reduce_scatter": False}},
@@ -62,6 +65,7 @@ FACTORS: dict[str, list[Any]] = {
     "groups": [1, 3],
     "managed": [True, False],
     "retain": [False, True],
+    "at": [None, "request", "window", "auto"],
     "round_robin_gradients": [False, True],
     "reduce_scatter": [True, False],
     "overlap_comm": [False, True],
@@ -69,7 +73,7 @@ FACTORS: dict[str, list[Any]] = {
     "parameter_alignment": [False, True],
     "use_multi_rank_bucket_allreduce": [True, False],
 }
-FIELDS = {"checkpointing", "groups", "managed", "retain"}
+FIELDS = {"checkpointing", "groups", "managed", "retain", "at"}
 Row = dict[str, int]  # factor -> index of its value
 
 

@@ -9,6 +9,7 @@ from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.overflow import merged_overflow
 from requestzero.config.own_keys import check_own_keys, pop_own_keys
 from requestzero.config.precision import precision_of
+from requestzero.config.reduction_time import reduction_time
 from requestzero.config.stage_3 import STAGE as STAGE_3
 from requestzero.config.stage_3 import combination_problems
 from requestzero.config.translation import from_config
@@ -25,6 +26,7 @@ class EngineOptions:
     overflow: OverflowSettings = field(default_factory=OverflowSettings)
     """The config's sections ``overflow``, ``fp16`` and ``bf16`` together. The engine reads ``on_overflow``,
     ``max_consecutive_skips`` and, in fp32, ``check_grad_overflow``; the others reach it through DeepSpeed."""
+    reduce_gradients_at: str | None = RequestZeROSettings.reduce_gradients_at
     rank_agreement: bool = RequestZeROSettings.rank_agreement
     rank_dependent_parameters: bool = RequestZeROSettings.rank_dependent_parameters
     compare_weights: bool = RequestZeROSettings.compare_weights
@@ -49,12 +51,15 @@ def take_engine_options(config: Config) -> EngineOptions:
 
 
 def _check_combinations(options: EngineOptions, config: Config) -> None:
-    """Raise ValueError where an option disagrees with one of DeepSpeed's."""
-    if look_up(config, "zero_optimization.stage") == STAGE_3:
+    """Raise ValueError where an option disagrees with one of DeepSpeed's, or with another."""
+    stage = look_up(config, "zero_optimization.stage", 0)
+    if stage == STAGE_3:
         for problem in combination_problems(
             options.retain_gpu_grad_partition_until_step, options.rank_dependent_parameters
         ):
             raise ValueError(problem)
+    if stage in (1, 2):
+        reduction_time(stage, options.reduce_gradients_at, options.overflow.on_overflow or "skip")
     if options.overflow.on_overflow == "drop_request" and config.get("managed_gradient_accumulation") is False:
         raise ValueError(
             "overflow.on_overflow='drop_request' and managed_gradient_accumulation=false disagree: without request "

@@ -161,6 +161,15 @@ class RequestZeROSettings:
     log_metrics: bool = option(True, Boolean())
     """Give loggers ``grad_norm`` and ``overflow/...`` (skipped updates, skips in a row, dropped requests, loss
     scale) of the updates that are logged. A metric of yours by the same name is left as it is."""
+    reduce_gradients_at: str | None = option(
+        None, Choice((None, "backward", "request", "window", "auto")), key="requestzero.reduce_gradients_at"
+    )
+    """When gradients are summed over the ranks: ``"backward"``, in every backward (stage 2 only); ``"request"``, at
+    request ends; ``"window"``, once, before the step; ``"auto"``, as ``"window"``, at stage 2 only while memory for the
+    model's gradients is free on every rank, else as ``"backward"``. Until then every rank keeps the gradients of the
+    whole model, in the dtype of the accumulation. ``None``: at stage 1 ``"window"``, at stage 2 ``"backward"``. With
+    ``on_overflow`` ``"raise"`` or ``"drop_request"``, which look at every request, ``"request"`` in the place of
+    ``"window"``."""
     rank_agreement: bool = option(True, Boolean(), key="requestzero.rank_agreement")
     """Let the data-parallel ranks agree, once per request, on what they are about to do, so that ranks that do not
     do the same raise an error instead of waiting for each other. Can be turned off where equal numbers of micro-batches

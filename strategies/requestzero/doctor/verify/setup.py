@@ -26,6 +26,8 @@ class Setup:
     """``managed_gradient_accumulation``."""
     retain: bool | str = False
     """``retain_gpu_grad_partition_until_step``."""
+    at: str | None = None
+    """``reduce_gradients_at``."""
     optimizer: str = "sgd"
     """``"sgd"``, ``"adamw"`` (PyTorch's) or ``"cpu_adam"`` (DeepSpeed's)."""
     zero: dict[str, Any] = field(default_factory=dict)
@@ -54,6 +56,8 @@ class Setup:
             "data_types": {"grad_accum_dtype": self.accum},
             "managed_gradient_accumulation": self.managed,
         }
+        if self.at and requestzero:
+            config["requestzero"] = {"reduce_gradients_at": self.at}
         if self.model != "fp32":
             config[self.model] = {"enabled": True}
         return config | self.config

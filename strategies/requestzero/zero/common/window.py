@@ -59,6 +59,8 @@ class UpdateWindow:
     """Requests that have ended in this window."""
     request_open: bool = False
     """True between a request's first backward and its end."""
+    ends_with_request: bool = False
+    """True where a step is known to follow the request at hand."""
     request_ids: list[RequestId] = field(default_factory=list)
     """Names of the window's requests in order, the open one included; ``None`` where the caller gave none."""
     weights: WindowWeights = field(default_factory=WindowWeights)
@@ -81,8 +83,9 @@ class UpdateWindow:
         """True if the window holds any gradient."""
         return self.micro_batches > 0
 
-    def begin_request(self, request_id: RequestId) -> None:
-        """Note the name of the request that the next backward belongs to."""
+    def begin_request(self, request_id: RequestId, window_ends: bool = False) -> None:
+        """Note the name of the request that the next backward belongs to, and whether a step follows it."""
+        self.ends_with_request = window_ends
         del self.request_ids[self.requests :]  # one that was announced and never came
         self.request_ids.append(request_id)
 
@@ -96,12 +99,12 @@ class UpdateWindow:
     def end_request(self) -> None:
         """Count the open request, if there is one, as ended."""
         self.requests += self.request_open
-        self.request_open = False
+        self.request_open = self.ends_with_request = False
 
     def successor(self) -> UpdateWindow:
         """Return a new window. It keeps the name of a request that was announced and has not begun."""
         ahead = [] if self.request_open else self.request_ids[self.requests :]
-        return UpdateWindow(request_ids=ahead)
+        return UpdateWindow(request_ids=ahead, ends_with_request=bool(ahead) and self.ends_with_request)
 
     def save(self) -> dict[str, Any]:
         """Return copies of all fields, for :meth:`load`; the tensor of weights is never changed in place."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
+
+from requestzero.config.reduction_time import ReduceAt, ReductionTime
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,10 @@ class WindowOptions:
     """``on_overflow="raise"``."""
     drops_requests: bool = False
     """``on_overflow="drop_request"``."""
+    reduction: ReductionTime = field(default_factory=lambda: ReductionTime(ReduceAt.BACKWARD))
+    """``reduce_gradients_at`` (stages 1 and 2)."""
+    reduces_sums_in: torch.dtype | None = None
+    """Dtype in which sums of several micro-batches are reduced; ``None``: the communication dtype (likewise)."""
     fills_absent: bool = False
     """``rank_dependent_parameters`` (stages 1 and 2)."""
     compares_weights: bool = True

@@ -23,7 +23,8 @@ class AnnouncingEngine(CountingEngine):
         Args:
             request_id: name of the request in messages and logs.
             micro_batches: how many backwards this rank will run for it.
-            window_end: whether a step follows the request.
+            window_end: whether a step follows the request. Gradients that wait for the window's end
+                (``reduce_gradients_at``) are then reduced with its last backward, else in ``step``.
 
         Raises:
             ValueError: ``micro_batches`` is not a whole number above 0.
@@ -43,7 +44,7 @@ class AnnouncingEngine(CountingEngine):
             )
             self.fail(error)
             raise error
-        self.update_window.begin_request(request_id)
+        self.update_window.begin_request(request_id, window_end is True)
         self.agreement.begin_request(request_id, micro_batches, window_end)
 
     def end_data(self) -> None:

@@ -103,6 +103,16 @@ class CountingEngine(DeepSpeedEngine):
         return self.optimizer.sums.peak_device_bytes
 
     @property
+    def local_gradient_bytes(self) -> int:
+        """Bytes of the gradients that this rank keeps until they are reduced (``reduce_gradients_at``)."""
+        return self.optimizer.local.nbytes
+
+    @property
+    def peak_local_gradient_bytes(self) -> int:
+        """The most that :attr:`local_gradient_bytes` has been."""
+        return self.optimizer.local.peak_nbytes
+
+    @property
     def partition_traffic(self) -> PartitionTraffic:
         """Copies between this rank's gradient partitions and its host gradients since the engine was built."""
         return self.optimizer.sums.traffic

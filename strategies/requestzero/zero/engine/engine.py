@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 from typing_extensions import override
 
 from requestzero.config.normalization import check_normalization
+from requestzero.config.reduction_time import ReduceAt, ReductionTime, reduction_time
 from requestzero.config.validation import check_weight
 from requestzero.zero.common import life_cycle
 from requestzero.zero.common.window_options import WindowOptions
@@ -45,7 +46,7 @@ class RequestZeROEngine(AnnouncingEngine):
 
         For callers who learn only afterwards that it was the last; those who know call
         ``set_gradient_accumulation_boundary(True)`` before it. Does not step. Changes nothing when no backward has run
-        since the last request end. To be called on all ranks; collective at stage 1, which reduces here.
+        since the last request end. To be called on all ranks; collective with ``reduce_gradients_at="request"``.
 
         Raises:
             RuntimeError: inside ``no_sync()`` or ``coalesce_grad_reduction()``.
@@ -57,7 +58,7 @@ class RequestZeROEngine(AnnouncingEngine):
         self.agreement.end_request()
         if not self.update_window.request_open:
             return
-        if self.zero_optimization_partition_gradients():
+        if self.optimizer.schedule.in_every_backward:
             self.optimizer.finalize_gradient_accumulation_boundary()
         else:
             saved, self._is_gradient_accumulation_boundary = self._is_gradient_accumulation_boundary, True
@@ -108,7 +109,7 @@ class RequestZeROEngine(AnnouncingEngine):
     def backward(
         self, loss: torch.Tensor, *args: Any, weight: float | torch.Tensor | None = None, **kwargs: Any
     ) -> Any:
-        """Run the backward of one micro-batch. Collective at stage 2, and at stage 1 where a request ends.
+        """Run the backward of one micro-batch. Collective where it reduces, as ``reduce_gradients_at`` says.
 
         Args:
             loss: a scalar; with ``normalization="token"`` the sum over what ``weight`` counts, and not its mean.
@@ -235,6 +236,7 @@ class RequestZeROEngine(AnnouncingEngine):
         self._count_unseen_backwards()
         self.agree_to_step()
         self.end_request()
+        self.optimizer.reduce_pending()
         window, scale = self.update_window, float(self.optimizer.loss_scale)
         if not self._choose_divisor(divisor, normalization):
             self._skip_empty_window()
@@ -282,6 +284,7 @@ class RequestZeROEngine(AnnouncingEngine):
             self._count_unseen_backwards()
             self.agree_to_step()
             self.end_request()
+            self.optimizer.reduce_pending()
             if self._choose_divisor(divisor, "token" if divisor is None else None):
                 return life_cycle.pending_norm(self.optimizer).to(self.device)
             self.optimizer.norm.forget()
@@ -296,8 +299,8 @@ class RequestZeROEngine(AnnouncingEngine):
         This rank only at stages 1 and 2. Collective at stage 3, which gathers weights: the ranks agree before. What
         :meth:`begin_request` has announced needs no agreement of its own.
 
-        At its end a released gradient partition begins to be reloaded (stage 2, CPU offload). Not before: what the
-        forward needs for itself, such as logits, would meet the partition.
+        At its end a released gradient partition begins to be reloaded (CPU offload, where every backward reduces). Not
+        before: what the forward needs for itself, such as logits, would meet the partition.
 
         Args:
             *inputs: of the model.
@@ -312,7 +315,7 @@ class RequestZeROEngine(AnnouncingEngine):
         if self.zero_optimization_partition_weights():
             self.agreement.before_forward(evaluates=not torch.is_grad_enabled())
         outputs = super().forward(*inputs, **kwargs)
-        if torch.is_grad_enabled() and self.zero_optimization_partition_gradients():
+        if torch.is_grad_enabled() and self.optimizer.schedule.in_every_backward:
             self._prefetch_partitions()
         return outputs
 
@@ -324,8 +327,8 @@ class RequestZeROEngine(AnnouncingEngine):
     def _backward_prologue(self) -> None:
         """Prepare a backward, as DeepSpeed does, and start its count of hooks anew: two forwards may come before it.
 
-        Also reload a released gradient partition where the forward has not: stage 1 reduces at a request's end only, so
-        that the partition would be in the way before.
+        Also reload a released gradient partition where the forward has not: with a backward that reduces. Before others
+        the partition would be in the way.
         """
         task = torch._C._current_graph_task_id()
         if self.optimizer._backward_active_depth > 0 and task == self._backward_task:
@@ -334,11 +337,15 @@ class RequestZeROEngine(AnnouncingEngine):
             self._refuse_after_interruption()
         self._backward_task = task
         last = self.is_gradient_accumulation_boundary()
-        if last or self.zero_optimization_partition_gradients():
+        if last and self._is_gradient_accumulation_boundary is None:
+            self.update_window.ends_with_request = True  # DeepSpeed has counted its gradient_accumulation_steps
+        if self.optimizer.reduces_after_backward():
             self._prefetch_partitions()
         if self.optimizer._backward_active_depth == 0:
             self.optimizer.clear_backward_seen_flag()
             self.agreement.begin_backward(last=last)
+            if not self.update_window.request_open:
+                self.optimizer.begin_request()
         super()._backward_prologue()
 
     @override
@@ -388,14 +395,18 @@ class RequestZeROEngine(AnnouncingEngine):
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
         """Build the request-safe class in the place of DeepSpeed's."""
         options = self.options
+        time = reduction_time(
+            self.zero_optimization_stage(), options.reduce_gradients_at, options.overflow.on_overflow or "skip"
+        )
         window_options = WindowOptions(
+            reduction=time,
+            reduces_sums_in=self._choose_communication_dtype(time),
             retain=options.retain_gpu_grad_partition_until_step,
             records_origin=options.overflow.on_overflow == "raise",
             drops_requests=options.overflow.on_overflow == "drop_request",
             fills_absent=options.rank_dependent_parameters,
             compares_weights=options.compare_weights,
         )
-        self._choose_communication_dtype()
         with optimizer_classes_in_place(self.zero_optimization_stage(), window_options):
             built = super()._configure_zero_optimizer(optimizer)
         built.check_grad_overflow = self._checks_grad_overflow()
@@ -413,15 +424,18 @@ class RequestZeROEngine(AnnouncingEngine):
             return bool(self._config.bfloat16_config.check_grad_overflow)
         return self.fp16_enabled() or bool(self.options.overflow.check_grad_overflow)
 
-    def _choose_communication_dtype(self) -> None:
-        """Reduce in fp32 where stage 1 accumulates in fp32, unless the user has chosen a dtype.
+    def _choose_communication_dtype(self, time: ReductionTime) -> torch.dtype | None:
+        """Reduce fp32 sums in fp32, unless the user has chosen a dtype; return that for sums alone.
 
-        Stage 1 reduces once per request, so that fp32 costs little and saves the sum from being rounded to 16 bits;
-        stage 2 reduces in every backward, where it would double the traffic.
+        Where they wait for a request's or a window's end, fp32 costs little and saves the sum from being rounded to 16
+        bits; in every backward it would double the traffic.
         """
         _, grad_accum_dtype = self.get_data_types()
-        if self.zero_optimization_stage() == 1 and grad_accum_dtype == torch.float32:
-            self._config.communication_data_type = self._config.communication_data_type or torch.float32
+        if time.at is ReduceAt.BACKWARD or grad_accum_dtype != torch.float32 or self._config.communication_data_type:
+            return None
+        if not time.while_memory:
+            self._config.communication_data_type = torch.float32
+        return torch.float32
 
     @override
     def destroy(self) -> None:

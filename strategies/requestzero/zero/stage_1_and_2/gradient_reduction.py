@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -15,23 +14,17 @@ from requestzero.zero.stage_1_and_2.bucket import Bucket, Contents
 from requestzero.zero.stage_1_and_2.bucket_collective import BucketCollective, Reduced
 from requestzero.zero.stage_1_and_2.layout import Parameter, PartitionLayout
 from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
+from requestzero.zero.stage_1_and_2.reduction_schedule import ReductionSchedule
 from requestzero.zero.stage_1_and_2.scatter_plan import Part
 
 
-@dataclass(frozen=True)
-class ReductionSchedule:
-    """When gradients are reduced."""
+class Route(NamedTuple):
+    """The buckets of gradients that are reduced at one time of a window, and the dtype each is reduced in."""
 
-    in_every_backward: bool
-    """Stage 2: in every backward, as gradients come. Else once per request."""
-    overlaps: bool
-    """``overlap_comm``: as they come, on a stream of its own; at stage 1 in a request's last backward."""
-    fills_absent: bool
-    """``rank_dependent_parameters``: all of them at the end, in one order, zeros in the place of absent ones."""
-
-    def on_arrival(self, request_ends: bool) -> bool:
-        """Return whether a gradient is reduced as it comes; ``request_ends`` with this backward."""
-        return not self.fills_absent and (self.in_every_backward or (self.overlaps and request_ends))
+    buckets: Mapping[torch.dtype, Bucket]
+    """By dtype of the reduction."""
+    comm_dtype: Callable[[Parameter], torch.dtype]
+    """Gives a parameter's."""
 
 
 Observer = Callable[[int, Parameter, torch.Tensor], None]
@@ -47,33 +40,36 @@ class GradientReduction:
     Args:
         layout: of the parameters.
         local: where gradients wait before they are reduced.
-        buckets: one for each communication dtype.
+        arriving: for gradients as backwards bring them; ``None`` where they never go from there.
+        waiting: for the sums that :class:`LocalGradients` keeps; likewise.
         reduction: the collective.
         accumulate: where reduced gradients go.
         schedule: when to reduce.
         ranks: the data-parallel ranks.
-        comm_dtype: gives a parameter's communication dtype.
         request_ends: tells whether the backward at hand is the last of its request.
-        before_first: called before the first gradient of a backward, or of a request at stage 1, goes into a bucket.
+        reduces: tells whether a reduction follows the backward at hand.
+        before_first: called before the first gradient of a backward, or of what has waited, goes into a bucket.
     """
 
     def __init__(
         self,
         layout: PartitionLayout,
         local: LocalGradients,
-        buckets: Mapping[torch.dtype, Bucket],
+        arriving: Route | None,
+        waiting: Route | None,
         reduction: BucketCollective,
         accumulate: Accumulate,
         schedule: ReductionSchedule,
         ranks: Ranks,
-        comm_dtype: Callable[[Parameter], torch.dtype],
         request_ends: Callable[[], bool],
+        reduces: Callable[[], bool],
         before_first: Callable[[], None],
     ) -> None:
-        self._layout, self._local, self._buckets = layout, local, buckets
+        self._layout, self._local = layout, local
+        self._arriving, self._waiting = arriving, waiting
         self._reduction, self._accumulate = reduction, accumulate
         self._schedule, self._ranks = schedule, ranks
-        self._comm_dtype, self._request_ends, self._before_first = comm_dtype, request_ends, before_first
+        self._request_ends, self._reduces, self._before_first = request_ends, reduces, before_first
         self.observers: list[Observer] = []
         """Called with every gradient that goes into a bucket."""
         self._begun = False
@@ -88,17 +84,23 @@ class GradientReduction:
 
     def gradient_arrived(self, param: Parameter) -> None:
         """Reduce a gradient that autograd has just brought, or leave it waiting. Collective where a bucket is full."""
-        if self._schedule.on_arrival(self._request_ends()):
+        if self._schedule.on_arrival(self._reduces()):
             self._send(param)
 
+    @property
+    def _route(self) -> Route:
+        route = self._arriving if self._schedule.in_every_backward else self._waiting
+        assert route is not None
+        return route
+
     def end_backward(self) -> None:
-        """Reduce what the buckets hold at the end of a backward of stage 2. Collective."""
+        """Reduce what the buckets hold at the end of a backward, where every backward reduces. Collective."""
         if self._schedule.fills_absent:
             self._send_all()
         self._finish()
 
     def reduce_local(self) -> None:
-        """Reduce everything that waits, such as at a request's end of stage 1. Collective."""
+        """Reduce everything that waits on parameters or in buckets. Collective."""
         self._send_all()
         self._finish()
 
@@ -117,7 +119,7 @@ class GradientReduction:
         self._begin()
         for param in self._layout.evenly:
             if self._schedule.fills_absent and self._local.is_absent(param):
-                self._local.put_zeros(param)
+                self._local.put_zeros(param, next(iter(self._route.buckets.values())).dtype)
             self._send(param)
 
     def _begin(self) -> None:
@@ -133,7 +135,7 @@ class GradientReduction:
         if numel == 0:
             return
         self._begin()
-        param_id, bucket = self._layout.id_of(param), self._buckets[self._comm_dtype(param)]
+        param_id, bucket = self._layout.id_of(param), self._route.buckets[self._route.comm_dtype(param)]
         for observe in self.observers:
             observe(param_id, param, gradient)
         if not bucket.has_room_for(numel):
@@ -173,7 +175,7 @@ class GradientReduction:
             self._accumulate(reduced, contents.flat.dtype, self._request_ends())
 
     def _finish(self) -> None:
-        for bucket in self._buckets.values():
+        for bucket in self._route.buckets.values():
             self._reduce_bucket(bucket)
         if self._stream is not None:
             get_accelerator().current_stream().wait_stream(self._stream)
@@ -181,6 +183,7 @@ class GradientReduction:
         self._ranks.agreement.end_reduction()
 
     def _release(self) -> None:
-        for bucket in self._buckets.values():
-            bucket.release()
+        for route in (self._arriving, self._waiting):
+            for bucket in route.buckets.values() if route else ():
+                bucket.release()
         self._begun = False

@@ -10,48 +10,78 @@ import torch
 class LocalGradients:
     """Gradients of this rank's micro-batches before their reduction.
 
-    Autograd adds into ``param.grad``. At stage 1 with an accumulation dtype of its own, the sum of several
-    micro-batches is kept in ``param.grad_accum``, which is DeepSpeed's name for it.
+    Autograd adds into ``param.grad``. What waits beyond its backward is kept in ``param.grad_accum``, which is
+    DeepSpeed's name for it: the sum of several micro-batches, in the dtype of the accumulation. ``safe_get_full_grad``
+    would take ``param.grad`` for the gradient of all ranks.
 
     Args:
-        separate: keep sums in ``param.grad_accum``.
         dtype: of those sums.
     """
 
-    def __init__(self, separate: bool, dtype: torch.dtype) -> None:
-        self._separate, self._dtype = separate, dtype
-        self._attribute = "grad_accum" if separate else "grad"
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._owned: set[int] = set()  # ids of parameters whose sum shares its memory with nothing
+        self.nbytes = self.peak_nbytes = 0
+        """Bytes of the sums that wait now, and the most there have been."""
 
     def accumulate(self, param: Any) -> None:
-        """Move ``param.grad`` to where gradients wait. A lone one keeps its dtype; the second widens the sum."""
-        if not self._separate or param.grad is None:
+        """Move ``param.grad`` to where sums wait. A lone one keeps its dtype; the second widens the sum."""
+        if param.grad is None:
             return
         gradient, total = param.grad, param.grad_accum
-        param.grad_accum = gradient if total is None else total.to(self._dtype).add_(gradient)
         param.grad = None
+        param.grad_accum = gradient if total is None else self._sum(param, total, gradient)
+        self.nbytes += param.grad_accum.nbytes - (0 if total is None else total.nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+    def _sum(self, param: Any, total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if id(param) in self._owned:
+            return total.add_(gradient)
+        self._owned.add(id(param))
+        if total.dtype != self._dtype:
+            return total.to(self._dtype).add_(gradient)
+        # Not in place: autograd hands out gradients that share memory.
+        return (total + gradient).to(self._dtype)
 
     def waits(self, param: Any) -> bool:
         """Return whether the parameter has a gradient, complete, that is not reduced yet.
 
         DeepSpeed marks a gradient as not ready that a tiled computation has not finished adding up.
         """
-        return getattr(param, self._attribute) is not None and getattr(param, "ds_grad_is_ready", True)
+        return not self.is_absent(param) and getattr(param, "ds_grad_is_ready", True)
 
     def is_absent(self, param: Any) -> bool:
         """Return whether the parameter has had no gradient since the last reduction."""
-        return getattr(param, self._attribute) is None
+        return param.grad_accum is None and param.grad is None
 
     def take(self, param: Any) -> torch.Tensor:
         """Remove the waiting gradient from the parameter and return it, of the parameter's shape."""
-        gradient: torch.Tensor = getattr(param, self._attribute)
-        setattr(param, self._attribute, None)
+        if param.grad_accum is None:
+            gradient: torch.Tensor = param.grad
+            param.grad = None
+        else:
+            self.accumulate(param)
+            gradient = param.grad_accum
+            self._drop_sum(param)
         return gradient
 
-    def put_zeros(self, param: Any) -> None:
+    def put_zeros(self, param: Any, dtype: torch.dtype) -> None:
         """Let the parameter have a gradient of zeros."""
-        setattr(param, self._attribute, torch.zeros_like(param, dtype=self._dtype if self._separate else None))
+        param.grad_accum = torch.zeros_like(param, dtype=dtype)
+        self.nbytes += param.grad_accum.nbytes
 
     def clear(self, param: Any) -> None:
         """Drop what waits on the parameter."""
         param.grad = None
-        param.grad_accum = None
+        self._drop_sum(param)
+
+    def move(self, param: Any, device: Any) -> None:
+        """Move the sum that waits on the parameter, if there is one."""
+        if param.grad_accum is not None:
+            param.grad_accum = param.grad_accum.to(device)
+
+    def _drop_sum(self, param: Any) -> None:
+        if param.grad_accum is not None:
+            self.nbytes -= param.grad_accum.nbytes
+            param.grad_accum = None
+        self._owned.discard(id(param))

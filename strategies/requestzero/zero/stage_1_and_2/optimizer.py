@@ -17,6 +17,7 @@ from requestzero.zero.common.window import DroppedRequest, UpdateWindow
 from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow import policy
 from requestzero.zero.stage_1_and_2 import model_weights
+from requestzero.zero.stage_1_and_2.full_gradients import complete_before_access
 from requestzero.zero.stage_1_and_2.optimizer_parts import OptimizerParts, build_parts, is_muon_group
 
 
@@ -44,15 +45,17 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         self.on_unseen_gradient: Callable[[], None] = lambda: None
         """Called for every gradient of a backward that the engine does not see."""
         super().__init__(*args, **kwargs)
-        self._own(build_parts(self, window_options or WindowOptions(), lambda: self.window.is_open))
+        options = window_options or WindowOptions()
+        self._own(build_parts(self, options, lambda: self.window.is_open, self.reduces_after_backward))
 
     def _own(self, parts: OptimizerParts) -> None:
         self._parts = parts
         self.layout, self.ranks, self.sums, self.local = parts.layout, parts.ranks, parts.sums, parts.local
-        self.reduction, self.divisor, self.norm = parts.reduction, parts.divisor, parts.norm
-        self.written = parts.written
+        self.schedule, self.reduction = parts.schedule, parts.reduction
+        self.divisor, self.norm, self.written = parts.divisor, parts.norm, parts.written
         self.origin, self.rollback = parts.origin, parts.rollback
-        self.window_records = [record for record in (parts.origin, parts.rollback) if record is not None]
+        records = (parts.schedule, parts.origin, parts.rollback)
+        self.window_records = [record for record in records if record is not None]
         self._link_fragments()
 
     # --- the way of a gradient --------------------------------------------------------------------------------------
@@ -65,7 +68,9 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         """
         if self.rollback is not None:
             self.rollback.save_sums()
-        self.local.accumulate(param)
+        if not self.schedule.in_every_backward:
+            self.schedule.pending = True
+            self.local.accumulate(param)
         if self._backward_active_depth == 0:
             self._unseen = True
             self.on_unseen_gradient()
@@ -75,42 +80,73 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
     @property
     def has_unseen_gradients(self) -> bool:
         """True if gradients of backwards wait that the engine has not seen."""
-        unseen = self._unseen or not self._grad_acc_hooks  # without hooks nobody has told of any
-        return unseen and any(map(self.local.waits, self.layout.params))
+        if not self._grad_acc_hooks:  # nobody has told of any; what is counted has been moved
+            return any(param.grad is not None for param in self.layout.params)
+        return self._unseen and any(map(self.local.waits, self.layout.params))
+
+    def reduces_after_backward(self) -> bool:
+        """Return whether the backward at hand is followed by a reduction, as far as is known."""
+        return self.schedule.reduces(self.is_gradient_accumulation_boundary(), self.window.ends_with_request)
 
     @override
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Reduce everything that waits: stage 1 at a request's end, both stages after ``coalesce_grad_reduction()``.
+        """End a backward that ends its request: at stage 1, and at both after ``coalesce_grad_reduction()``.
 
         Nothing where nothing has come since the last request end: a step asks again after it.
         """
         if self.window.request_open:
-            self._reduce_local()
-            self._end_backward()
+            self._end_backward(self.reduction.reduce_local)
 
     @override
     def independent_gradient_partition_epilogue(self) -> None:
-        """Reduce the rest of a backward of stage 2; nothing where none has come since the last request end."""
+        """End a backward of stage 2; nothing where none has come since the last request end."""
         if self.window.request_open:
-            if self._unseen:
-                self._reduce_local()
-            else:
-                self.reduction.end_backward()
-            self._end_backward()
+            alone = self.schedule.in_every_backward and not self._unseen
+            self._end_backward(self.reduction.end_backward if alone else self.reduction.reduce_local)
 
-    def _reduce_local(self) -> None:
-        self._unseen = False
-        self.reduction.reduce_local()
-
-    def _end_backward(self) -> None:
-        self.sums.end_backward()
+    def _end_backward(self, reduce: Callable[[], None]) -> None:
+        if self.reduces_after_backward():
+            self._reduce(reduce)
+        elif not self._grad_acc_hooks:
+            self._keep_gradients()
         if self.is_gradient_accumulation_boundary():
             self.end_request()
         self._expose_sums()
 
+    def _reduce(self, reduce: Callable[[], None]) -> None:
+        reduce()
+        self.schedule.pending = self._unseen = False
+        self.sums.end_backward()
+
+    def _keep_gradients(self) -> None:
+        """Move gradients to where they wait; a hook does it where DeepSpeed makes hooks."""
+        self.schedule.pending = True
+        for param in self.layout.params:
+            self.local.accumulate(param)
+
+    def reduce_pending(self) -> None:
+        """Reduce what earlier backwards have left waiting. Collective; nothing where there is nothing."""
+        if self.schedule.pending and self.window.has_sum:
+            saved = self.is_gradient_accumulation_boundary()
+            self.set_gradient_accumulation_boundary(True)
+            try:
+                self._reduce(self.reduction.reduce_local)
+            finally:
+                self.set_gradient_accumulation_boundary(saved)
+            self.sums.end_request()
+            self._expose_sums()
+
+    def begin_request(self) -> None:
+        """Decide anew whether gradients may wait. Collective with ``reduce_gradients_at="auto"`` at stage 2."""
+        if self.schedule.gives_up():
+            self.reduce_pending()
+            self.schedule.give_up()
+
     def end_request(self) -> None:
         """Bring the sums to where they are kept between requests (this rank only)."""
-        self.sums.end_request()
+        if not self.schedule.pending:
+            self.sums.end_request()
+        self._unseen = False
         self.window.end_request()
 
     def _expose_sums(self) -> None:
@@ -124,8 +160,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         if self.window.request_open:
             self.set_gradient_accumulation_boundary(True)
             if self._unseen:
-                self._reduce_local()
-                self.sums.end_backward()
+                self._reduce(self.reduction.reduce_local)
             self.end_request()
             self._expose_sums()
 
@@ -160,6 +195,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         """
         if life_cycle.needs_step(self):
             self.written.adopt()
+            self.reduce_pending()
             with life_cycle.applying(self):
                 self._expose_sums()
                 self.apply_sums(closure)
@@ -281,6 +317,8 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
             self.written.link()
             model_weights.number_fragments(self.layout.groups, self.layout.params)
             self._get_offload_gradient_dict()
+            if not self.schedule.in_every_backward:
+                complete_before_access(self.layout.params, self.reduce_pending, self.local.clear)
 
     @override
     def _get_offload_gradient_dict(self) -> None:
@@ -297,18 +335,23 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
 
     @override
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Also move the sums."""
+        """Also move the sums, and gradients that are not reduced yet."""
         super().offload_states(*args, **kwargs)
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
-            self.sums.move("cpu")
+            self._move_gradients("cpu")
 
     @override
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Also move the sums back."""
+        """Also move them back."""
         moved = OffloadStateTypeEnum.lp_grads in self.offloaded_states
         super().reload_states(non_blocking)
         if moved:
-            self.sums.move(get_accelerator().current_device_name())
+            self._move_gradients(get_accelerator().current_device_name())
+
+    def _move_gradients(self, device: str) -> None:
+        self.sums.move(device)
+        for param in self.layout.params:
+            self.local.move(param, device)
 
     @override
     def _update_model_bit16_weights(self, group_index: int) -> None:

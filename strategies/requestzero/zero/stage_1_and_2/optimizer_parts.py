@@ -10,6 +10,7 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from requestzero.config.reduction_time import ReduceAt
 from requestzero.zero.common.divisor import StepDivisor
 from requestzero.zero.common.ranks import Ranks
 from requestzero.zero.common.step_norm import StepNorm
@@ -22,9 +23,11 @@ from requestzero.zero.stage_1_and_2.accumulators.gradient_sums import GradientSu
 from requestzero.zero.stage_1_and_2.accumulators.muon import Updates
 from requestzero.zero.stage_1_and_2.bucket import Bucket
 from requestzero.zero.stage_1_and_2.bucket_collective import BucketCollective, ReductionOptions
-from requestzero.zero.stage_1_and_2.gradient_reduction import GradientReduction, ReductionSchedule
-from requestzero.zero.stage_1_and_2.layout import PartitionLayout
+from requestzero.zero.stage_1_and_2.gradient_reduction import GradientReduction, Route
+from requestzero.zero.stage_1_and_2.layout import Parameter, PartitionLayout
 from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
+from requestzero.zero.stage_1_and_2.local_memory import LocalMemory
+from requestzero.zero.stage_1_and_2.reduction_schedule import ReductionSchedule
 from requestzero.zero.stage_1_and_2.written_weights import WrittenWeights
 
 
@@ -36,6 +39,7 @@ class OptimizerParts:
     ranks: Ranks
     sums: GradientSums
     local: LocalGradients
+    schedule: ReductionSchedule
     reduction: GradientReduction
     divisor: StepDivisor
     norm: StepNorm
@@ -47,7 +51,10 @@ class OptimizerParts:
 
 
 def build_parts(
-    optimizer: DeepSpeedZeroOptimizer, options: WindowOptions, window_is_open: Callable[[], bool]
+    optimizer: DeepSpeedZeroOptimizer,
+    options: WindowOptions,
+    window_is_open: Callable[[], bool],
+    reduces: Callable[[], bool],
 ) -> OptimizerParts:
     """Build the parts of a ``RequestZeROOptimizer``, when the constructor of DeepSpeed's class has run.
 
@@ -55,16 +62,18 @@ def build_parts(
         optimizer: has laid out parameters and partitions.
         options: of the engine.
         window_is_open: tells whether the window has had any gradient.
+        reduces: tells whether a reduction follows the backward at hand.
     """
     layout = PartitionLayout(optimizer)
     ranks = Ranks(optimizer.dp_process_group, optimizer._model_parallel_all_reduce)
     names = [optimizer.param_names[param] for param in layout.params]
     sums = choose_sums(layout.groups, names, _sum_options(optimizer, layout, options, window_is_open))
     divisor = StepDivisor(ranks.size, _mean_to_sum(optimizer, ranks))
-    local = LocalGradients(optimizer.use_grad_accum_attribute, optimizer.gradient_accumulation_dtype)
+    local = LocalGradients(optimizer.gradient_accumulation_dtype)
+    schedule = _schedule(optimizer, options, layout, local, ranks)
     origin = OverflowOrigin(sums, names) if options.records_origin else None
     rollback = RequestRollback(sums.accumulators) if options.drops_requests else None
-    reduction = _build_reduction(optimizer, layout, ranks, sums, local, options, rollback)
+    reduction = _build_reduction(optimizer, layout, ranks, sums, local, schedule, reduces, options, rollback)
     if origin is not None:
         reduction.observers.append(origin.record)
     return OptimizerParts(
@@ -72,6 +81,7 @@ def build_parts(
         ranks=ranks,
         sums=sums,
         local=local,
+        schedule=schedule,
         reduction=reduction,
         divisor=divisor,
         norm=StepNorm(
@@ -152,12 +162,31 @@ def _mean_to_sum(optimizer: DeepSpeedZeroOptimizer, ranks: Ranks) -> float:
     return float(optimizer.sequence_parallel_size if optimizer.gradient_average else ranks.size)
 
 
+def _schedule(
+    optimizer: DeepSpeedZeroOptimizer,
+    options: WindowOptions,
+    layout: PartitionLayout,
+    local: LocalGradients,
+    ranks: Ranks,
+) -> ReductionSchedule:
+    size = sum(param.numel() for param in layout.params) * optimizer.gradient_accumulation_dtype.itemsize
+    memory = LocalMemory(size, local, ranks) if options.reduction.while_memory else None
+    return ReductionSchedule(
+        options.reduction,
+        overlaps=optimizer.overlap_comm,
+        fills_absent=options.fills_absent,
+        keeps=lambda: memory is None or memory.suffices(),
+    )
+
+
 def _build_reduction(
     optimizer: DeepSpeedZeroOptimizer,
     layout: PartitionLayout,
     ranks: Ranks,
     sums: GradientSums,
     local: LocalGradients,
+    schedule: ReductionSchedule,
+    reduces: Callable[[], bool],
     options: WindowOptions,
     rollback: RequestRollback | None,
 ) -> GradientReduction:
@@ -166,12 +195,7 @@ def _build_reduction(
         if rollback is not None:  # a rank may reduce what other ranks have, without a gradient of its own
             rollback.save_sums()
 
-    schedule = ReductionSchedule(
-        in_every_backward=optimizer.partition_gradients,
-        overlaps=optimizer.overlap_comm,
-        fills_absent=options.fills_absent,
-    )
-    reduction = BucketCollective(
+    collective = BucketCollective(
         ReductionOptions(
             average=optimizer.gradient_average,
             partitioned=optimizer.reduce_scatter,
@@ -184,30 +208,50 @@ def _build_reduction(
         needs_whole=lambda index: is_muon_group(optimizer, index),
         ranks=ranks,
     )
-
+    time = options.reduction
     return GradientReduction(
         layout,
         local,
-        _buckets(optimizer, layout, schedule),
-        reduction,
+        _arriving(optimizer, layout) if time.at is ReduceAt.BACKWARD or time.while_memory else None,
+        _waiting(optimizer, layout, options) if time.at is not ReduceAt.BACKWARD else None,
+        collective,
         sums.add,
         schedule,
         ranks,
-        optimizer.get_param_comm_dtype,
         optimizer.is_gradient_accumulation_boundary,
+        reduces,
         before_first,
     )
 
 
-def _buckets(
-    optimizer: DeepSpeedZeroOptimizer, layout: PartitionLayout, schedule: ReductionSchedule
-) -> dict[torch.dtype, Bucket]:
-    buffers = 2 if schedule.overlaps else 1 if schedule.in_every_backward else 0
-    dtype, capacity = _bucket_dtype(optimizer), int(optimizer.reduce_bucket_size)
-    comm_dtypes = {optimizer.get_param_comm_dtype(param) for param in layout.params}
-    total = sum(param.numel() for param in layout.params)
+def _arriving(optimizer: DeepSpeedZeroOptimizer, layout: PartitionLayout) -> Route:
+    """Return the route of gradients that are reduced as they come, in the dtype of the model."""
+    buffers = 2 if optimizer.overlap_comm else 1
+    return _route(optimizer, layout, optimizer.get_param_comm_dtype, optimizer.dtype, buffers)
+
+
+def _waiting(optimizer: DeepSpeedZeroOptimizer, layout: PartitionLayout, options: WindowOptions) -> Route:
+    """Return the route of sums of several micro-batches, in the dtype of the accumulation."""
+
+    def comm_dtype(param: Parameter) -> torch.dtype:
+        dtype: torch.dtype = options.reduces_sums_in or optimizer.get_param_comm_dtype(param)
+        return dtype
+
+    buffers = 2 if optimizer.overlap_comm else 0
+    return _route(optimizer, layout, comm_dtype, optimizer.gradient_accumulation_dtype, buffers)
+
+
+def _route(
+    optimizer: DeepSpeedZeroOptimizer,
+    layout: PartitionLayout,
+    comm_dtype: Callable[[Parameter], torch.dtype],
+    dtype: torch.dtype,
+    buffers: int,
+) -> Route:
+    capacity, total = int(optimizer.reduce_bucket_size), sum(param.numel() for param in layout.params)
     shares = {param_id: shares for group in layout.groups for param_id, shares in group.shares.items()}
-    return {each: Bucket(each, dtype, capacity, buffers, total, shares) for each in sorted(comm_dtypes, key=str)}
+    dtypes = sorted({comm_dtype(param) for param in layout.params}, key=str)
+    return Route({each: Bucket(each, dtype, capacity, buffers, total, shares) for each in dtypes}, comm_dtype)
 
 
 def _expert_norms(optimizer: DeepSpeedZeroOptimizer) -> Callable[[list[torch.Tensor]], None]:

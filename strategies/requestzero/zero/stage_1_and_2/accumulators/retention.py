@@ -26,27 +26,36 @@ def free_device_memory() -> int:
 
 
 class MemoryWatch:
-    """Decides at request ends, on this rank alone, and logs when the decision changes.
+    """Decides, on this rank alone, and logs when the decision changes.
 
     Args:
-        partition_bytes: bytes of all partitions of this rank.
+        margin: bytes that have to be free at least; a share of the device's memory has to be, too.
+        what: is kept or not, for the log.
+        verbs: for keeping and not keeping it.
     """
 
-    def __init__(self, partition_bytes: int) -> None:
-        self.margin = max(int(FREE_SHARE * get_accelerator().total_memory()), partition_bytes)
-        """Bytes that have to be free beside the partitions: a share of the device's memory, or another partition."""
+    def __init__(
+        self,
+        margin: int,
+        what: str = "its gradient partition between requests",
+        verbs: tuple[str, str] = ("keeps", "releases"),
+    ) -> None:
+        self.margin = max(int(FREE_SHARE * get_accelerator().total_memory()), margin)
+        """Bytes that have to be free beside what is kept."""
+        self._what, self._verbs = what, verbs
         self._suffices: bool | None = None
         free_device_memory()  # where DeepSpeed's accelerator cannot tell, it says so before training
 
-    def suffices(self) -> bool:
-        """Return whether memory suffices to keep the partitions, which are on the device now."""
-        free = free_device_memory()
+    def suffices(self, needed: int = 0) -> bool:
+        """Return whether memory suffices, where ``needed`` bytes are not on the device yet."""
+        free = free_device_memory() - needed
         suffices = free >= self.margin
         if suffices != self._suffices:
             logger.info(
-                "Rank %d %s its gradient partition between requests: %.0f MiB are free, and %.0f MiB have to be.",
+                "Rank %d %s %s: %.0f MiB are free, and %.0f MiB have to be.",
                 dist.get_rank(),
-                "keeps" if suffices else "releases",
+                self._verbs[not suffices],
+                self._what,
                 free / 2**20,
                 self.margin / 2**20,
             )
@@ -63,6 +72,7 @@ class Retention:
     """
 
     def __init__(self, option: bool | str, partition_bytes: int) -> None:
+        # Beside the partitions, which are on the device, another one has to fit.
         self._watch = MemoryWatch(partition_bytes) if option == "auto" and partition_bytes else None
         self._keeps = option is True
 

@@ -1,0 +1,51 @@
+"""The time of the gradients' reduction over ranks, as the option ``reduce_gradients_at`` and others decide it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class ReduceAt(Enum):
+    """When gradients are reduced."""
+
+    BACKWARD = "backward"
+    REQUEST = "request"
+    WINDOW = "window"
+
+
+@dataclass(frozen=True)
+class ReductionTime:
+    """What the options mean for one engine."""
+
+    at: ReduceAt
+    while_memory: bool = False
+    """Only while the ranks have memory for the model's gradients, else in every backward."""
+
+
+def reduction_time(stage: int, wanted: str | None, on_overflow: str) -> ReductionTime:
+    """Return the time of the reduction.
+
+    Args:
+        stage: of ZeRO, 1 or 2.
+        wanted: the option ``reduce_gradients_at``.
+        on_overflow: the option of that name; ``"raise"`` and ``"drop_request"`` look at the sum of every request.
+
+    Raises:
+        ValueError: the options disagree.
+    """
+    looks_at_requests = on_overflow in ("raise", "drop_request")
+    if wanted == "backward" and stage == 1:
+        raise ValueError(
+            "requestzero.reduce_gradients_at='backward' and zero_optimization.stage=1 disagree: stage 1 keeps the "
+            "gradients of the whole model on every rank until a request ends. Use 'request' or 'window', or stage 2."
+        )
+    if wanted == "window" and looks_at_requests:
+        raise ValueError(
+            f"requestzero.reduce_gradients_at='window' and overflow.on_overflow={on_overflow!r} disagree: the policy "
+            "looks at the sum over ranks at every request's end. Use 'request', or leave one of them out."
+        )
+    if wanted == "backward" or (wanted is None and stage == 2):
+        return ReductionTime(ReduceAt.BACKWARD)
+    latest = ReduceAt.REQUEST if looks_at_requests or wanted == "request" else ReduceAt.WINDOW
+    return ReductionTime(latest, while_memory=wanted == "auto" and stage == 2)

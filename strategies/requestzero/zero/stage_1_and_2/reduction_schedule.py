@@ -1,0 +1,61 @@
+"""When the gradients of the window at hand are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from requestzero.config.reduction_time import ReduceAt, ReductionTime
+
+
+class ReductionSchedule:
+    """The schedule of one window after another.
+
+    Args:
+        time: as the options say.
+        overlaps: ``overlap_comm``: what is reduced in a backward is reduced as it comes, on a stream of its own.
+        fills_absent: ``rank_dependent_parameters``: all of them at the end, in one order, zeros in the place of absent
+            ones.
+        keeps: tells, the same on all ranks, whether there is memory to keep local gradients. Collective.
+    """
+
+    def __init__(self, time: ReductionTime, overlaps: bool, fills_absent: bool, keeps: Callable[[], bool]) -> None:
+        self._time, self._keeps = time, keeps
+        self.overlaps, self.fills_absent = overlaps, fills_absent
+        self._gave_up = False
+        self.pending = False
+        """True where gradients wait that an earlier backward has brought."""
+
+    @property
+    def at(self) -> ReduceAt:
+        """The time that holds in this window, from now on."""
+        return ReduceAt.BACKWARD if self._gave_up else self._time.at
+
+    @property
+    def in_every_backward(self) -> bool:
+        """True where no gradient waits beyond its backward."""
+        return self.at is ReduceAt.BACKWARD
+
+    def reduces(self, request_ends: bool, window_ends: bool) -> bool:
+        """Return whether the backward at hand is followed by a reduction.
+
+        Args:
+            request_ends: with this backward.
+            window_ends: the request is known to be the window's last.
+        """
+        return self.in_every_backward or (request_ends and (self.at is ReduceAt.REQUEST or window_ends))
+
+    def on_arrival(self, reduces: bool) -> bool:
+        """Return whether a gradient is reduced as it comes, in a backward that :meth:`reduces`."""
+        return not self.fills_absent and (self.in_every_backward or (self.overlaps and reduces))
+
+    def gives_up(self) -> bool:
+        """Return whether memory has run short. Collective where memory decides; then call :meth:`give_up`."""
+        return self._time.while_memory and not self._gave_up and not self._keeps()
+
+    def give_up(self) -> None:
+        """Reduce in every backward, until the window's end."""
+        self._gave_up = True
+
+    def discard(self) -> None:
+        """Begin a new window."""
+        self._gave_up = self.pending = False
