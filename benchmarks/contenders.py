@@ -1,4 +1,4 @@
-"""The trainings that ``end_to_end.py`` compares: one model, one optimizer, one division, several ways to shard."""
+"""The trainings that benchmarks compare: one model, one optimizer, one division, several ways to shard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from two_ranks import RANKS
+import torch.distributed as dist
 
 from requestzero import MicroBatch
 
@@ -59,51 +59,47 @@ class Plain(Contender):
         self.optimizer = adamw(self.model, lr)
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss / RANKS).backward()
+        (loss / dist.get_world_size()).backward()
 
     def weights(self) -> Weights:
         return [parameter.detach().cpu() for parameter in self.model.parameters()]
 
 
-class ZeRO2(Contender):
-    """DeepSpeed's engine, stock or of this package, with ZeRO-2.
+class ZeRO(Contender):
+    """DeepSpeed's engine, of this package, with ZeRO-1 or 2.
 
     Args:
-        retain: ``retain_gpu_grad_partition_until_step`` of requestzero; ``None``: stock DeepSpeed.
-        bf16: a bf16 model with fp32 masters, fp32 accumulation and CPU offload; else fp32 on the device.
+        model: the module to train.
+        lr: learning rate.
+        stage: of ZeRO.
+        at: ``reduce_gradients_at``.
+        retain: ``retain_gpu_grad_partition_until_step``.
+        bf16: a bf16 model with fp32 masters and fp32 accumulation; else fp32.
+        offload: the optimizer runs on the CPU.
     """
 
-    def __init__(self, model: torch.nn.Module, lr: float, retain: bool | None, bf16: bool) -> None:
-        import deepspeed
-
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        lr: float,
+        *,
+        stage: int,
+        at: str | None = None,
+        retain: bool = False,
+        bf16: bool = False,
+        offload: bool = False,
+    ) -> None:
         import requestzero
 
-        self.stock = retain is None
-        # DeepSpeed allocates the whole bucket, which by default has 500 million elements.
-        zero: dict[str, Any] = {"stage": 2, "reduce_bucket_size": sum(each.numel() for each in model.parameters())}
-        if bf16:
-            zero["offload_optimizer"] = {"device": "cpu"}
-        if retain is not None:
-            zero["retain_gpu_grad_partition_until_step"] = retain
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 0.0,
-            "bf16": {"enabled": bf16},
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": zero,
-            "zero_force_ds_cpu_optimizer": False,
-            "managed_gradient_accumulation": not self.stock,
-        }
-        initialize = deepspeed.initialize if self.stock else requestzero.initialize
-        self.model = initialize(model=model, optimizer=adamw(model, lr), config=config)[0]
+        config = _deepspeed_config(model, stage, bf16, offload)
+        config["zero_optimization"]["retain_gpu_grad_partition_until_step"] = retain
+        config["requestzero"] = {} if at is None else {"reduce_gradients_at": at}
+        self.model = requestzero.initialize(model=model, optimizer=adamw(model, lr), config=config)[0]
 
     def forward_context(self, micro_batch: MicroBatch) -> Any:
-        if not self.stock:
-            if not self.model.update_window.request_open:
-                self.model.begin_request(
-                    micro_batch.request_id, micro_batches=micro_batch.micro_batches, window_end=micro_batch.window_end
-                )
-            self.model.set_gradient_accumulation_boundary(micro_batch.request_end)
+        if not self.model.update_window.request_open:
+            self.model.begin_request(micro_batch.request_id, micro_batches=micro_batch.micro_batches)
+        self.model.set_gradient_accumulation_boundary(micro_batch.request_end, window_end=bool(micro_batch.window_end))
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -121,6 +117,51 @@ class ZeRO2(Contender):
         self.model.destroy()
 
 
+class StockZeRO(ZeRO):
+    """DeepSpeed's own engine and optimizer.
+
+    Args:
+        model, lr, stage, bf16, offload: see ``ZeRO``.
+        managed: gradient accumulation boundaries at request ends; else ``managed_gradient_accumulation: false``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        lr: float,
+        *,
+        stage: int,
+        managed: bool = False,
+        bf16: bool = False,
+        offload: bool = False,
+    ) -> None:
+        import deepspeed
+
+        config = _deepspeed_config(model, stage, bf16, offload) | {"managed_gradient_accumulation": managed}
+        self.model = deepspeed.initialize(model=model, optimizer=adamw(model, lr), config=config)[0]
+        self._managed = managed
+
+    def forward_context(self, micro_batch: MicroBatch) -> Any:
+        if self._managed:
+            self.model.set_gradient_accumulation_boundary(micro_batch.request_end)
+        return nullcontext()
+
+
+def _deepspeed_config(model: torch.nn.Module, stage: int, bf16: bool, offload: bool) -> dict[str, Any]:
+    # DeepSpeed allocates the whole bucket, which by default has 500 million elements.
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": sum(each.numel() for each in model.parameters())}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
 class LightningDDP(Contender):
     """Lightning Fabric's ``DDPStrategy``: the module's gradients are reduced in the window's last backward."""
 
@@ -131,7 +172,7 @@ class LightningDDP(Contender):
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         self.fabric = Fabric(
             accelerator=device().type,
-            devices=RANKS,
+            devices=dist.get_world_size(),
             strategy="ddp",
             precision="bf16-mixed" if bf16 else "32-true",
             plugins=[TorchElasticEnvironment()],  # the ranks are there already
@@ -150,13 +191,20 @@ class LightningDDP(Contender):
 
 
 class FSDP2(Contender):
-    """``torch.distributed.fsdp.fully_shard`` of every block and of the model, a reduce-scatter in every backward."""
+    """``torch.distributed.fsdp.fully_shard`` of every block and of the model.
 
-    def __init__(self, model: torch.nn.Module, lr: float, bf16: bool) -> None:
+    Args:
+        model: the module to train.
+        lr: learning rate.
+        bf16: compute in bf16, reduce in fp32.
+        once: a reduce-scatter in the window's last backward (``set_requires_gradient_sync``); else in every one.
+    """
+
+    def __init__(self, model: torch.nn.Module, lr: float, bf16: bool, once: bool = False) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        options: dict[str, Any] = {"mesh": init_device_mesh(device().type, (RANKS,))}
+        options: dict[str, Any] = {"mesh": init_device_mesh(device().type, (dist.get_world_size(),))}
         if bf16:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             options["offload_policy"] = CPUOffloadPolicy() if device().type == "cuda" else OffloadPolicy()
@@ -164,6 +212,12 @@ class FSDP2(Contender):
             fully_shard(block, **options)
         self.model = fully_shard(model, **options)
         self.optimizer = adamw(self.model, lr)
+        self._once = once
+
+    def forward_context(self, micro_batch: MicroBatch) -> Any:
+        if self._once:
+            self.model.set_requires_gradient_sync(micro_batch.window_end)
+        return nullcontext()
 
     def weights(self) -> Weights:
         return [parameter.detach().to(device()).full_tensor().cpu() for parameter in self.model.parameters()]

@@ -17,10 +17,13 @@ and divide the sum over a window's trained tokens by their number. Two parts: ``
 - Agreement: the largest difference of a final master weight from plain PyTorch on one process, in fp32 and in fp64, and
   whether all weights are those of the first contender bit for bit.
 
+"Window" is ``reduce_gradients_at="window"``, which is the default of stage 1. FSDP2 "once" turns its reduction off
+until the window's last backward.
+
 What is not the same: DDP keeps the whole model, its gradients and its optimizer state on every rank and reduces once,
 in the window's last backward. FSDP2 shards the parameters too, as ZeRO-3 does, and reduces in every backward, as ZeRO-2
-does. In ``bf16`` DDP computes with autocast, which leaves some operators in fp32, and has no offload; FSDP2 reduces in
-fp32 where ZeRO-2 reduces in bf16, and offloads parameters too, on GPUs only.
+does, unless "once". In ``bf16`` DDP computes with autocast, which leaves some operators in fp32, and has
+no offload; FSDP2 reduces in fp32 where ZeRO-2 reduces in bf16, and offloads parameters too, on GPUs only.
 """
 
 from __future__ import annotations
@@ -35,33 +38,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import FSDP2, Contender, LightningDDP, Plain, Weights, ZeRO2, device
+from contenders import FSDP2, Contender, LightningDDP, Plain, StockZeRO, Weights, ZeRO, device
 from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from two_ranks import RANKS, start
+from two_ranks import start
 
 from requestzero import MicroBatch
 from requestzero.probe.timing import ratios, spread
 from requestzero.recipes.model import next_token_loss
 
 MEMORY_WINDOWS = 2
-STOCK = "stock DeepSpeed, managed false"
+STOCK = "stock ZeRO-2"
 PARTS: dict[str, dict[str, Callable[..., Contender]]] = {
     "fp32": {
-        "requestzero": partial(ZeRO2, retain=False, bf16=False),
-        STOCK: partial(ZeRO2, retain=None, bf16=False),
+        "requestzero ZeRO-2, window": partial(ZeRO, stage=2, at="window"),
+        "requestzero ZeRO-2": partial(ZeRO, stage=2),
+        "requestzero ZeRO-1": partial(ZeRO, stage=1),
+        STOCK: partial(StockZeRO, stage=2),
+        "stock ZeRO-1": partial(StockZeRO, stage=1),
         "Lightning DDP": partial(LightningDDP, bf16=False),
         "FSDP2": partial(FSDP2, bf16=False),
+        "FSDP2, once": partial(FSDP2, bf16=False, once=True),
     },
     "bf16": {
-        "requestzero, released": partial(ZeRO2, retain=False, bf16=True),
-        "requestzero, retained": partial(ZeRO2, retain=True, bf16=True),
-        STOCK: partial(ZeRO2, retain=None, bf16=True),
+        "requestzero ZeRO-2, window": partial(ZeRO, stage=2, at="window", bf16=True, offload=True),
+        "requestzero ZeRO-2, released": partial(ZeRO, stage=2, bf16=True, offload=True),
+        "requestzero ZeRO-2, retained": partial(ZeRO, stage=2, retain=True, bf16=True, offload=True),
+        "requestzero ZeRO-1": partial(ZeRO, stage=1, bf16=True, offload=True),
+        STOCK: partial(StockZeRO, stage=2, bf16=True, offload=True),
+        "stock ZeRO-1": partial(StockZeRO, stage=1, bf16=True, offload=True),
         "Lightning DDP, autocast": partial(LightningDDP, bf16=True),
         "FSDP2": partial(FSDP2, bf16=True),
+        "FSDP2, once": partial(FSDP2, bf16=True, once=True),
     },
 }
 
@@ -141,7 +152,7 @@ def demo_windows(cfg: Any, count: int) -> list[Window]:
     tokenizer = build_tokenizer(cfg.model)
     windows: list[Window] = []
     pending: list[MicroBatch] = []
-    for micro_batch in build_loader(cfg, build_data(cfg, tokenizer, RANKS), tokenizer):
+    for micro_batch in build_loader(cfg, build_data(cfg, tokenizer, dist.get_world_size()), tokenizer):
         pending.append(micro_batch)
         if micro_batch.window_end:
             windows.append(Window(pending, tokens=sum(gathered(sum(each.weight for each in pending)))))
@@ -161,7 +172,7 @@ def demo_model(cfg: Any) -> torch.nn.Module:
 
 def gathered(value: Any) -> list[Any]:
     """Return every rank's value (collective)."""
-    values: list[Any] = [None] * RANKS
+    values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
@@ -170,7 +181,7 @@ def train_window(contender: Contender, window: Window, request_ended: Callable[[
     for micro_batch in window.micro_batches:
         inputs = {name: value.to(device()) for name, value in micro_batch.inputs.items()}
         with contender.forward_context(micro_batch):
-            contender.backward(next_token_loss(contender.model, inputs)[0] * (RANKS / window.tokens))
+            contender.backward(next_token_loss(contender.model, inputs)[0] * (dist.get_world_size() / window.tokens))
         if micro_batch.request_end:
             request_ended()
     contender.step()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from requestzero.probe.counters import Operators
+from requestzero.probe.engines import announce
 from requestzero.probe.models import Chain
 from support.engines import build
 from support.fp16 import fp16_on_cpu
@@ -52,6 +53,7 @@ def counted_window(engine: Any) -> tuple[Operators, Operators]:
     x = torch.ones(1, 8, dtype=next(engine.module.parameters()).dtype, device=engine.device)
     # Stock's optimizer for stage 1 with fp32 accumulation on a 16-bit model is another class.
     masters = getattr(engine.optimizer, "single_partition_of_fp32_groups", [])
+    announce(engine, 1, window_end=True)
     engine.set_gradient_accumulation_boundary(True)
     loss = engine(x)
     with Operators([p.grad for p in masters if p.grad is not None]) as in_backward:

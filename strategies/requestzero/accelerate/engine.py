@@ -47,6 +47,8 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self.clipping = Clipping(clipping)
         self.request_end: bool | None = None
         """True if the next backward is marked as its request's last, ``None`` if every backward is a request."""
+        self.window_end = False
+        """True if a step is known to follow the next backward."""
         self.micro_batch_weight: Any = None
         """Weight of the next backward, where a loader has given it."""
         self.backwards = 0
@@ -82,6 +84,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
             yield
         finally:
             self.request_end = self.micro_batch_weight = None
+            self.window_end = False
 
     @override
     def backward(
@@ -109,7 +112,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         if self._normalization == "token":
             weight = self._take_weight(weight)
         self._announce(window_end=sync_gradients)
-        self.engine.set_gradient_accumulation_boundary(self.request_end is not False)
+        self.engine.set_gradient_accumulation_boundary(self.request_end is not False, window_end=self.window_end)
         self.engine.backward(loss, scale_wrt_gas=False, weight=weight, **kwargs)
 
     def _take_weight(self, given: Any) -> Any:

@@ -82,7 +82,8 @@ class MicroBatches:
                         )
                     wrapper.request_end = marks.request_end or is_last
                     wrapper.micro_batch_weight = marks.weight
-                    gradient_state._set_sync_gradients(marks.window_end or is_last)
+                    wrapper.window_end = marks.window_end or is_last
+                    gradient_state._set_sync_gradients(wrapper.window_end)
                     if marks.starts_request and not wrapper.engine.update_window.request_open:
                         window_end = True if is_last else marks.window_ends_with_request
                         wrapper.engine.begin_request(

@@ -41,6 +41,19 @@ class RequestZeROEngine(AnnouncingEngine):
 
     # --- windows ----------------------------------------------------------------------------------------------------
 
+    @override
+    def set_gradient_accumulation_boundary(self, is_boundary: bool, *, window_end: bool = False) -> None:
+        """Say before a backward whether its request ends with it (this rank only; the same on all ranks).
+
+        Args:
+            is_boundary: the request ends.
+            window_end: a step follows. Gradients that wait for it are then reduced with this backward, else in
+                ``step``.
+        """
+        super().set_gradient_accumulation_boundary(is_boundary)
+        if window_end:
+            self.update_window.ends_with_request = True
+
     def end_request(self) -> None:
         """End the open request after its last backward has already run.
 
