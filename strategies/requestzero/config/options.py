@@ -176,8 +176,8 @@ class RequestZeROSettings:
     are guaranteed."""
     rank_dependent_parameters: bool = option(False, Boolean(), key="requestzero.rank_dependent_parameters")
     """Allow parameters to take part on some ranks only (adapters, experts, conditional branches), as
-    ``find_unused_parameters`` does in DDP: gradients are reduced at the end of the backward (stage 1: of the request),
-    with zeros for absent ones, which gives up the overlap of reduction with the backward."""
+    ``find_unused_parameters`` does in DDP: gradients are reduced at the end of the backward, request or window, with
+    zeros for absent ones, which gives up the overlap of reduction with the backward."""
     compare_weights: bool = option(True, Boolean(), key="requestzero.compare_weights")
     """Compare this rank's part of the model's weights with the master weights before every step, so that weights that
     were written through ``param.data`` count like any other. It costs a pass over the partition, with CPU offload also
