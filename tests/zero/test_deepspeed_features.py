@@ -307,7 +307,9 @@ def bf16_masters(stage: int, accum: str, requests: int) -> tuple[torch.Tensor, l
     from deepspeed.utils import safe_get_full_grad
 
     config = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "communication_data_type": "fp32"}
-    setup = Setup(stage=stage, offload=True, model="bf16", accum=accum, optimizer="cpu_adam", config=config)
+    # Where every request is reduced: at stage 1 there is no partition before the window's end otherwise.
+    at = "request" if stage == 1 else None
+    setup = Setup(stage=stage, offload=True, model="bf16", accum=accum, optimizer="cpu_adam", config=config, at=at)
     engine = build(setup, model=torch.nn.Sequential(torch.nn.Linear(8, 1, bias=False)))
     weight, held = engine.module[0].weight, []
     exact = torch.zeros(8, dtype=torch.float64)

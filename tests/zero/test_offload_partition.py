@@ -20,7 +20,7 @@ from support.engines import build, masters
 from support.logs import logged_by
 from support.models import OneWeight, feed, full_grad
 from support.ranks import RankGroup
-from support.setup import Setup
+from support.setup import AT_REQUEST_ENDS, Setup
 from support.updates import run_windows
 from support.windows import ALL, Micro, Window, backward, reference, wrong_updates
 
@@ -79,7 +79,8 @@ def traffic_by_request(setup: Setup, requests: list[list[tuple[bool, ...]]]) -> 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant"])
 def test_copies_and_bytes_of_every_request(two_ranks: RankGroup, stage: int, checkpointing: str) -> None:
-    setup = replace(RELEASED, stage=stage, groups=2, checkpointing=checkpointing)
+    at = AT_REQUEST_ENDS[stage]
+    setup = replace(RELEASED, stage=stage, groups=2, checkpointing=checkpointing, at=at)
     for seen, counts in two_ranks.run(traffic_by_request, setup, [[ALL], [ALL, ALL, ALL], [SOME], [ALL, ALL]]):
         into, out, others = zip(*seen, strict=True)
         sizes = into[0]
@@ -103,7 +104,7 @@ def test_copies_and_bytes_of_every_request(two_ranks: RankGroup, stage: int, che
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_retained_partition_is_never_restored(two_ranks: RankGroup, stage: int) -> None:
-    setup = replace(RELEASED, stage=stage, groups=2, retain=True)
+    setup = replace(RELEASED, stage=stage, groups=2, retain=True, at=AT_REQUEST_ENDS[stage])
     for seen, counts in two_ranks.run(traffic_by_request, setup, [[ALL], [ALL, ALL], [SOME]]):
         assert [len(into) for into, _, _ in seen] == [2, 2, 1]
         assert [out for _, out, _ in seen] == [[], [], []]
@@ -186,11 +187,11 @@ WINDOWS: list[Window] = [
 CHANGING = [0, PLENTY, PLENTY, 0, 0]
 MODES: list[tuple[Any, list[int]]] = [(False, []), (True, []), ("auto", [0]), ("auto", [PLENTY]), ("auto", CHANGING)]
 SETUPS = [
-    replace(RELEASED, stage=1),
-    replace(RELEASED, stage=1, zero={"overlap_comm": True}),
+    replace(RELEASED, stage=1, at="request"),
+    replace(RELEASED, stage=1, at="request", zero={"overlap_comm": True}),
     replace(RELEASED, groups=2, checkpointing="reentrant"),
     replace(RELEASED, groups=3, zero={"round_robin_gradients": True, "overlap_comm": True}),
-    replace(RELEASED, stage=1, groups=2, zero={"reduce_bucket_size": 8, "allgather_bucket_size": 8}),
+    replace(RELEASED, stage=1, at="request", groups=2, zero={"reduce_bucket_size": 8, "allgather_bucket_size": 8}),
     replace(RELEASED, zero={"reduce_bucket_size": 8, "allgather_bucket_size": 8, "contiguous_gradients": False}),
 ]
 

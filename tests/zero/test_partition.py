@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from support.engines import build, masters
 from support.fp16 import fp16_on_cpu
 from support.models import Numbered, OneWeight, feed, full_grad
 from support.ranks import RankGroup
-from support.setup import Setup
+from support.setup import AT_REQUEST_ENDS, Setup
 from support.windows import ALL, Micro, backward
 
 FP32_SUM = {"model": "bf16", "accum": "fp32"}
@@ -51,6 +53,7 @@ def test_fp32_reduction_keeps_what_bf16_would_round(
         **FP32_SUM,
         zero={"contiguous_gradients": contiguous},
         retain=True,
+        at=AT_REQUEST_ENDS[stage],
         config={"communication_data_type": "fp32"},
     )
     for grad, dtypes in two_ranks.run(mean_of_two_ranks, setup, move_states):
@@ -127,8 +130,9 @@ def bytes_over_a_window(setup: Setup) -> tuple[list[int], int, list[torch.Tensor
 @pytest.mark.parametrize("stage", [1, 2])
 def test_partition_is_released_between_requests_or_retained(two_ranks: RankGroup, stage: int) -> None:
     partition = 4 * 38  # bytes in fp32: 76 elements over two ranks
-    released = two_ranks.run(bytes_over_a_window, Setup(stage=stage, offload=True, **FP32_SUM))[0]
-    retained = two_ranks.run(bytes_over_a_window, Setup(stage=stage, offload=True, **FP32_SUM, retain=True))[0]
+    setup = Setup(stage=stage, offload=True, **FP32_SUM, at=AT_REQUEST_ENDS[stage])
+    released = two_ranks.run(bytes_over_a_window, setup)[0]
+    retained = two_ranks.run(bytes_over_a_window, replace(setup, retain=True))[0]
     inside = partition if stage == 2 else 0  # stage 1 reduces at the request's end only
     assert released[0] == [inside, 0, inside, 0, 0]
     assert retained[0] == [inside, partition, partition, partition, 0]
@@ -163,7 +167,7 @@ def copies_and_memory(setup: Setup, requestzero: bool, ends: list[bool]) -> list
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_default_accumulation_keeps_no_buffer_and_copies_once(one_rank: RankGroup, stage: int, dtype: str) -> None:
-    setup = Setup(stage=stage, offload=True, model=dtype, accum=dtype)
+    setup = Setup(stage=stage, offload=True, model=dtype, accum=dtype, at=AT_REQUEST_ENDS[stage])
     # One backward of 1,048,576 values: no partition-sized buffer on the device, none on the host.
     assert one_rank.run(copies_and_memory, setup, True, [True]) == [[(1, 0)]]
     assert one_rank.run(copies_and_memory, setup, True, [True, True, True]) == [[(1, 0)] * 3]
@@ -179,7 +183,7 @@ def test_stock_keeps_an_auxiliary_buffer_after_two_backwards(one_rank: RankGroup
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_fp32_accumulation_releases_its_partition_at_request_ends(one_rank: RankGroup, stage: int) -> None:
-    setup = Setup(stage=stage, offload=True, **FP32_SUM)
+    setup = Setup(stage=stage, offload=True, **FP32_SUM, at=AT_REQUEST_ENDS[stage])
     seen = one_rank.run(copies_and_memory, setup, True, [False, True, False, True])[0]
     assert [copies for copies, _ in seen] == [0, 1, 0, 1]
     assert [kept for _, kept in seen[1::2]] == [0, 0]

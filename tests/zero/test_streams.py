@@ -20,7 +20,7 @@ from support.engines import build
 from support.grid import every_sum
 from support.poison import interrupt_backward
 from support.ranks import RankGroup
-from support.setup import Setup
+from support.setup import AT_REQUEST_ENDS, Setup
 from support.windows import ALL, Micro, backward
 
 
@@ -149,7 +149,7 @@ def order(log: list[str], *kinds: str) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_release_and_restore_are_ordered(one_rank: RankGroup, stage: int) -> None:
-    setup = Setup(stage=stage, offload=True, model="bf16", accum="fp32")
+    setup = Setup(stage=stage, offload=True, model="bf16", accum="fp32", at=AT_REQUEST_ENDS[stage])
     first, second, step = one_rank.run(recorded, setup, [True, True])[0]
     # The freed partition stays allocated until its copy is done, and an event marks that copy.
     tail = order(first, "publish", "kept alive", "event")
@@ -225,7 +225,7 @@ def test_a_copy_under_way_is_waited_for(one_rank: RankGroup, then: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 @every_sum
 def test_the_host_waits_once_per_backward(one_rank: RankGroup, stage: int, model: str, accum: str) -> None:
-    setup = Setup(stage=stage, offload=True, model=model, accum=accum)
+    setup = Setup(stage=stage, offload=True, model=model, accum=accum, at=AT_REQUEST_ENDS[stage])
     parts = one_rank.run(recorded, setup, [True, True, True])[0]
     assert [part.count("host waits") for part in parts] == [0, 1, 1, 1]
     for part in parts[:-1]:

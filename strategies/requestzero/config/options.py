@@ -174,6 +174,13 @@ class RequestZeROSettings:
     """Let the data-parallel ranks agree, once per request, on what they are about to do, so that ranks that do not
     do the same raise an error instead of waiting for each other. Can be turned off where equal numbers of micro-batches
     are guaranteed."""
+    rank_dependent_micro_batches: bool = option(
+        False, Boolean(), key="requestzero.rank_dependent_micro_batches", front_ends=(FrontEnd.ACCELERATE,)
+    )
+    """Allow the ranks to run different numbers of micro-batches in an update window, at least one each: nothing but
+    the window's sum is reduced then (``reduce_gradients_at="window"``), and the ranks agree once per step instead of
+    once per request. A planned loader needs no fillers then (``PlannedLoader(equal_micro_batches=False)``). Not with
+    ``normalization="mean"``, whose divisor would differ."""
     rank_dependent_parameters: bool = option(False, Boolean(), key="requestzero.rank_dependent_parameters")
     """Allow parameters to take part on some ranks only (adapters, experts, conditional branches), as
     ``find_unused_parameters`` does in DDP: gradients are reduced at the end of the backward, request or window, with
@@ -188,6 +195,10 @@ class RequestZeROSettings:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.rank_dependent_micro_batches and self.normalization == "mean":
+            raise ValueError(
+                f"rank_dependent_micro_batches=true and normalization='mean' disagree: {rules.UNEQUAL_MEANS}"
+            )
         object.__setattr__(self, "overflow", OverflowSettings.build(self.overflow))
 
 

@@ -23,13 +23,14 @@ class ReductionTime:
     """Only while the ranks have memory for the model's gradients, else in every backward."""
 
 
-def reduction_time(stage: int, wanted: str | None, on_overflow: str) -> ReductionTime:
+def reduction_time(stage: int, wanted: str | None, on_overflow: str, unequal: bool = False) -> ReductionTime:
     """Return the time of the reduction.
 
     Args:
         stage: of ZeRO, 1 or 2.
         wanted: the option ``reduce_gradients_at``.
         on_overflow: the option of that name; ``"raise"`` and ``"drop_request"`` look at the sum of every request.
+        unequal: the option ``rank_dependent_micro_batches``.
 
     Raises:
         ValueError: the options disagree.
@@ -44,6 +45,11 @@ def reduction_time(stage: int, wanted: str | None, on_overflow: str) -> Reductio
         raise ValueError(
             f"requestzero.reduce_gradients_at='window' and overflow.on_overflow={on_overflow!r} disagree: the policy "
             "looks at the sum over ranks at every request's end. Use 'request', or leave one of them out."
+        )
+    if unequal and (looks_at_requests or wanted not in ("window", *((None, "auto") if stage == 1 else ()))):
+        raise ValueError(
+            "requestzero.rank_dependent_micro_batches=true needs gradients that wait for the window's end: set "
+            "requestzero.reduce_gradients_at='window' (stage 1 does it by default), and overflow.on_overflow to 'skip'."
         )
     if wanted == "backward" or (wanted is None and stage == 2):
         return ReductionTime(ReduceAt.BACKWARD)

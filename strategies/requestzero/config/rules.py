@@ -8,6 +8,12 @@ from typing import Any
 
 from requestzero.config.option_record import Option
 
+UNEQUAL_MEANS = (
+    "the ranks would divide by different numbers of micro-batches. Use 'token', where each micro-batch reports its "
+    "weight (1 for the mean over all of them), or 'sum'."
+)
+"""Why unequal micro-batches have no mean."""
+
 # DeepSpeed's defaults, against which a value that is given alone is held.
 _INITIAL_SCALE_POWER, _HYSTERESIS, _MIN_LOSS_SCALE = 16, 2, 1
 

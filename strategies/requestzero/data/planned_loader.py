@@ -96,6 +96,9 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
         weight: of a micro-batch, from its inputs; by default the number of labels that are trained on.
         truncate: ``truncate(text, tokens)`` returns the first ``tokens`` tokens of a text; by default it slices the
             text, or each value of a mapping.
+        equal_micro_batches: false: a rank runs no fillers, and no request of which it has no text, except for one
+            filler where it would have nothing in a whole window. For windows that are marked, and an engine with
+            ``rank_dependent_micro_batches``, whose ranks need not run equally many.
         naive_sequences: fixed number of texts per rank and micro-batch with which :attr:`statistics` compare the plan;
             by default ``max_sequences``, or as many as make the planned number of micro-batches.
         shuffle: shuffle the requests in each epoch.
@@ -132,6 +135,7 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
         filler: Callable[[Any], Any] = mask_labels,
         weight: Callable[[Any], float] = count_trained,
         truncate: Callable[[Any, int], Any] = truncate_item,
+        equal_micro_batches: bool = True,
         naive_sequences: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
@@ -159,6 +163,12 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
         )
         self.dataset = PlannedDataset(requests, collate, filler, weight, truncate, tokens_per_micro_batch)
         self.data_loader_options = data_loader_options
+        self.equal_micro_batches = equal_micro_batches
+        if not equal_micro_batches and not self.planner.windows.marks:
+            raise ValueError(
+                "PlannedLoader(equal_micro_batches=False) needs windows whose ends it marks, since ranks that run "
+                "different requests cannot count them: give requests_per_update or tokens_per_update."
+            )
         self.statistics = PlanStatistics()
         """Sums over the windows that were yielded completely, in the run that a state was loaded from too."""
         self._length: dict[int, int] = {}
@@ -170,7 +180,10 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
 
         Raises:
             ValueError: a bad request.
+            TypeError: with ``equal_micro_batches=False``, where every rank and epoch has a number of its own.
         """
+        if not self.equal_micro_batches:
+            raise TypeError("PlannedLoader(equal_micro_batches=False) has no length: it differs by rank and epoch.")
         _, world_size = self._ranks()
         if world_size not in self._length:
             self._length[world_size] = self.planner.count_micro_batches(world_size)
@@ -204,10 +217,11 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
         rank, world_size = self._ranks()
         epoch, place, done = self._cursor.epoch, self._cursor.place, self._cursor.micro_batches
         for window in self.planner.epoch(epoch, world_size, place):
-            count = len(window.plan)
+            plans = list(window.plan.micro_batches(rank, self.equal_micro_batches))
+            count = len(plans)
             if count == 0:
                 left_over.append((_Cursor(epoch, window.next_place), window.statistics))
-            for number, plan in enumerate(window.plan.micro_batches(rank), start=1):
+            for number, plan in enumerate(plans, start=1):
                 if number > done:
                     last = number == count
                     cursor = _Cursor(epoch, window.next_place) if last else _Cursor(epoch, place, number)
@@ -231,7 +245,7 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the pass and its statistics, with the micro-batch last yielded counted as done.
 
-        Plain values, the same on every rank. Not collective.
+        Plain values, the same on every rank; within a window not with ``equal_micro_batches=False``. Not collective.
         """
         return {**super().state_dict(), "statistics": self.statistics.state()}
 
@@ -268,6 +282,7 @@ class PlannedLoader(MicroBatchLoader[_Cursor]):
             "cost": None if budget.cost is None else getattr(budget.cost, "__qualname__", type(budget.cost).__name__),
             "requests_per_update": windows.requests,
             "tokens_per_update": windows.tokens,
+            **({} if self.equal_micro_batches else {"equal_micro_batches": False}),
             **vars(policy),
         }
 

@@ -26,7 +26,7 @@ class MicroBatchPlan:
     truncated: tuple[int, ...]
     """Those of ``positions`` that are cut to the budget."""
     micro_batches: int
-    """Number of micro-batches of the request on every rank."""
+    """Number of micro-batches of the request on this rank, fillers included."""
     request_end: bool
     window_end: bool | None
     """``None`` where windows are left to the training loop."""
@@ -66,11 +66,20 @@ class WindowPlan:
         """Return the micro-batches per rank."""
         return sum(request.bins.micro_batches for request in self.requests)
 
-    def micro_batches(self, rank: int) -> Iterator[MicroBatchPlan]:
-        """Yield the micro-batches of ``rank``, in order; every rank has equally many, with the same request ends."""
-        for number, request in enumerate(self.requests):
-            shares = request.positions(rank)
-            ends_window = self.complete and number == len(self.requests) - 1
+    def micro_batches(self, rank: int, fillers: bool = True) -> Iterator[MicroBatchPlan]:
+        """Yield the micro-batches of ``rank``, in order.
+
+        Args:
+            rank: data-parallel rank.
+            fillers: every rank has equally many, with the same request ends; else only its own, or one filler where
+                it has none in the whole window.
+        """
+        shares_of = [request.positions(rank) for request in self.requests]
+        if not fillers:
+            shares_of = _without_fillers(shares_of)
+        last_request = max((number for number, shares in enumerate(shares_of) if shares), default=0)
+        for number, (request, shares) in enumerate(zip(self.requests, shares_of, strict=True)):
+            ends_window = self.complete and number == last_request
             for place, positions in enumerate(shares):
                 last = place == len(shares) - 1
                 chosen = positions or (request.bins.positions[-1],)
@@ -83,6 +92,13 @@ class WindowPlan:
                     request_end=last,
                     window_end=(last and ends_window) if self.marked else None,
                 )
+
+
+def _without_fillers(shares_of: list[list[tuple[int, ...]]]) -> list[list[tuple[int, ...]]]:
+    own = [[positions for positions in shares if positions] for shares in shares_of]
+    if own and not any(own):
+        own[-1].append(())
+    return own
 
 
 def plan_window(

@@ -15,7 +15,7 @@ from requestzero.rank_check.progress import Progress
 from requestzero.rank_check.queued_work import QueuedWork
 from requestzero.rank_check.rank_report import RankReport
 from requestzero.rank_check.reduction_order import Flush, ReductionOrder
-from requestzero.rank_check.request import Window
+from requestzero.rank_check.request import Request, Window
 from requestzero.rank_check.watch import Watch, Work
 
 if TYPE_CHECKING:
@@ -32,16 +32,22 @@ class RankAgreement(Agreement):
         watch: for waiting.
         window: returns the engine's open update window.
         name_of: returns the name of the parameter with DeepSpeed's number.
+        equal_micro_batches: compare requests and micro-batches; else only what comes between windows.
     """
 
     active = True
 
     def __init__(
-        self, channel: Channel, watch: Watch, window: Callable[[], Window], name_of: Callable[[int], str]
+        self,
+        channel: Channel,
+        watch: Watch,
+        window: Callable[[], Window],
+        name_of: Callable[[int], str],
+        equal_micro_batches: bool = True,
     ) -> None:
         self._channel, self._watch, self._name_of = channel, watch, name_of
         self._comparison = Comparison(channel, watch, self._report)
-        self._progress = Progress(window)
+        self._progress = Progress(window, equal_micro_batches)
         self._order = ReductionOrder()
         self._following: int | None = None
         self._reducing = False  # within a backward, or at stage 1 at a request's end
@@ -74,7 +80,8 @@ class RankAgreement(Agreement):
         self.check()
         self._comparison.finish()
         self._progress.begin(name, micro_batches, window_end)
-        self._compare(self._progress.begins())
+        if self._progress.equal_micro_batches:
+            self._compare(self._progress.begins())
 
     @override
     def before_forward(self, evaluates: bool) -> None:
@@ -102,9 +109,13 @@ class RankAgreement(Agreement):
         request = self._progress.request
         if request.ended(self._progress.window):
             self.begin_request(None, 1 if last else None, None)
-        elif request.micro_batches is not None and request.done >= request.micro_batches:
+        elif self._exceeds(request):
             text = f"runs micro-batch {request.done + 1} of {request}, announced with {request.micro_batches}"
             self._compare(self._progress.intent(Kind.MICRO_BATCH, text))
+
+    def _exceeds(self, request: Request) -> bool:
+        announced = request.micro_batches
+        return self._progress.equal_micro_batches and announced is not None and request.done >= announced
 
     @override
     def end_micro_batch(self, request_ended: bool) -> None:
@@ -120,7 +131,8 @@ class RankAgreement(Agreement):
             self.begin_request(None, 1 if request_ended else None, None)
         request = self._progress.request
         text = f"leaves micro-batch {request.done + 1} of {request} out: {reason}"
-        self._agree(self._progress.intent(Kind.SKIP, text))
+        if self._progress.equal_micro_batches:
+            self._agree(self._progress.intent(Kind.SKIP, text))
         self._progress.count_micro_batch(request_ended)
 
     @override
@@ -128,9 +140,12 @@ class RankAgreement(Agreement):
         self.check()
         request, micro_batches = self._progress.request, self._progress.window.micro_batches
         as_announced = request.window_end is True and request.done == request.micro_batches
+        as_announced = as_announced and self._progress.equal_micro_batches
         if not (as_announced and can_wait) and self._step_agreed != micro_batches:
             self._compare(self._progress.steps(Kind.STEP))
         self._comparison.finish()
+        if self._step_agreed != micro_batches:
+            self._progress.windows += 1
         self._step_agreed = micro_batches
         self._reducing, self._waiting_for = False, lambda: self._progress.steps(Kind.APPLY)
 

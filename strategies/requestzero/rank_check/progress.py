@@ -14,10 +14,14 @@ class Progress:
 
     Args:
         window: returns the engine's open update window.
+        equal_micro_batches: ranks that agree are at the same micro-batch; else only in the same window.
     """
 
-    def __init__(self, window: Callable[[], Window]) -> None:
+    def __init__(self, window: Callable[[], Window], equal_micro_batches: bool = True) -> None:
         self._window = window
+        self.equal_micro_batches = equal_micro_batches
+        self.windows = 0
+        """Times that the ranks have agreed to step."""
         self.request = Request()
 
     @property
@@ -41,6 +45,8 @@ class Progress:
     def intent(self, kind: Kind, text: str, content: str = "", announced: tuple[int, ...] = ()) -> Intent:
         """Return an intent at this place."""
         request = self.request
+        if not self.equal_micro_batches:
+            return Intent(kind, self.windows, micro_batch=0, window=0, content=content, text=text)
         return Intent(kind, request.number, request.done, self.window.micro_batches, announced, content, text)
 
     def begins(self) -> Intent:

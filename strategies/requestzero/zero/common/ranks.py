@@ -35,18 +35,21 @@ class Ranks:
         """``deepspeed.comm``, or the same with waits that end where the ranks wait for different things."""
         self._model_parallel_all_reduce = model_parallel_all_reduce
 
-    def agree_from_now_on(self, window: Callable[[], UpdateWindow], name_of: Callable[[int], str]) -> None:
+    def agree_from_now_on(
+        self, window: Callable[[], UpdateWindow], name_of: Callable[[int], str], equal_micro_batches: bool = True
+    ) -> None:
         """Let the ranks agree before their collectives, if there are several. Collective.
 
         Args:
             window: gives the engine's open window.
             name_of: gives the name of a parameter by its id.
+            equal_micro_batches: all ranks run the same requests and micro-batches; else only the same windows.
         """
         if self.size == 1:
             return
         channel = Channel(self.group)
         watch = Watch(Mailbox(channel.name, channel.rank, channel.world_size), channel.rank)
-        agreement = RankAgreement(channel, watch, window, name_of)
+        agreement = RankAgreement(channel, watch, window, name_of, equal_micro_batches)
         self.agreement, self.comm = agreement, WatchedCommunication(agreement)
 
     def sum(self, tensor: torch.Tensor) -> None:

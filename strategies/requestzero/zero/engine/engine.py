@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from requestzero.config.normalization import check_normalization
 from requestzero.config.reduction_time import ReduceAt, ReductionTime, reduction_time
+from requestzero.config.rules import UNEQUAL_MEANS
 from requestzero.config.validation import check_weight
 from requestzero.zero.common import life_cycle
 from requestzero.zero.common.window_options import WindowOptions
@@ -149,10 +150,12 @@ class RequestZeROEngine(AnnouncingEngine):
 
         To be called where no backward runs, so that one which has not ended was interrupted.
         """
-        if self.optimizer._backward_active_depth > 0 and self.optimizer.reduction.has_begun:
+        left = self.optimizer.reduction.has_begun or self.optimizer.schedule.unfinished
+        if self.optimizer._backward_active_depth > 0 and left:
             raise RuntimeError(
-                "An exception has ended the backward before this one, and a part of its gradients is reduced already: "
-                "call zero_grad(), which discards the update window, before the next backward."
+                "An exception has ended the backward before this one; what it has brought is in the window's sum, or "
+                "a part of its gradients is reduced already: call zero_grad(), which discards the update window, "
+                "before the next backward."
             )
         self.optimizer._backward_active_depth = 0
 
@@ -229,6 +232,8 @@ class RequestZeROEngine(AnnouncingEngine):
             GradientOverflowError: on all ranks, if the gradient is not finite and ``overflow`` says that the run ends.
         """
         check_normalization(normalization, divisor, self.gradient_accumulation_steps())
+        if normalization == "mean" and self.options.rank_dependent_micro_batches:
+            raise ValueError(f"step(normalization='mean') with rank_dependent_micro_batches: {UNEQUAL_MEANS}")
         if divisor is not None:
             check_divisor(divisor, self.update_window, drops_requests=self.optimizer.rollback is not None)
         at_boundary = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
@@ -366,6 +371,7 @@ class RequestZeROEngine(AnnouncingEngine):
         """Reduce what is left, as DeepSpeed does, and count the micro-batch: once per backward, however started."""
         self.update_window.count_micro_batch()
         super()._backward_epilogue()
+        self.optimizer.schedule.unfinished = False
         if self.optimizer._backward_active_depth == 0:
             self.optimizer.clear_backward_seen_flag()  # or DeepSpeed takes the gradients of any other one for its rest
         self.agreement.end_micro_batch(not self.update_window.request_open)
@@ -425,7 +431,8 @@ class RequestZeROEngine(AnnouncingEngine):
         built.check_grad_overflow = self._checks_grad_overflow()
         if options.rank_agreement:
             names = [built.param_names[param] for param in built.layout.params]
-            built.ranks.agree_from_now_on(lambda: built.window, names.__getitem__)
+            equal = not options.rank_dependent_micro_batches
+            built.ranks.agree_from_now_on(lambda: built.window, names.__getitem__, equal)
             if self.zero_optimization_partition_weights():
                 watch_gathers(built, built.ranks)
         built.on_unseen_gradient = self._refuse_unscaled

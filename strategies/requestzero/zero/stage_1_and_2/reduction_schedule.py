@@ -23,7 +23,9 @@ class ReductionSchedule:
         self.overlaps, self.fills_absent = overlaps, fills_absent
         self._gave_up = False
         self.pending = False
-        """True where gradients wait that an earlier backward has brought."""
+        """True where gradients wait that a backward has brought."""
+        self.unfinished = False
+        """True where some of them are of a backward that has not ended."""
 
     @property
     def at(self) -> ReduceAt:
@@ -58,4 +60,4 @@ class ReductionSchedule:
 
     def discard(self) -> None:
         """Begin a new window."""
-        self._gave_up = self.pending = False
+        self._gave_up = self.pending = self.unfinished = False
