@@ -62,10 +62,13 @@ class Configuration:
             zero["offload_optimizer"] = {"device": "cpu"}
         if engine.retain is not None:
             zero["retain_gpu_grad_partition_until_step"] = engine.retain
+        # What the columns tell of request ends: stage 1 reduces at the window's end by default.
+        own = {"requestzero": {"reduce_gradients_at": "request"}} if engine.requestzero and self.stage == 1 else {}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 0.0,
             "zero_optimization": zero,
+            **own,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "data_types": {"grad_accum_dtype": self.accumulation},
