@@ -69,7 +69,8 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         if self.rollback is not None:
             self.rollback.save_sums()
         if not self.schedule.in_every_backward:
-            self.schedule.pending = self.schedule.unfinished = True
+            self.schedule.pending = True
+            self.schedule.unfinished |= self._backward_active_depth > 0
             self.local.accumulate(param)
         if self._backward_active_depth == 0:
             self._unseen = True

@@ -95,7 +95,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def _update_model_bit16_weights(self, group_index: int) -> None: ...
 
     # A gradient, from its hook into the sum.
-    _grad_acc_hooks: list[Any]
     _coalesce_grad_reduction: bool
     averaged_gradients: dict[int, Any]
     all_grad_tensors: dict[int, Any]
