@@ -68,11 +68,13 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         """
         if self.rollback is not None:
             self.rollback.save_sums()
+        unseen = self._backward_active_depth == 0
         if not self.schedule.in_every_backward:
             self.schedule.pending = True
-            self.schedule.unfinished |= self._backward_active_depth > 0
-            self.local.accumulate(param)
-        if self._backward_active_depth == 0:
+            self.schedule.unfinished |= not unseen
+            if not unseen or self.use_grad_accum_attribute:
+                self.local.accumulate(param)  # else ``module.zero_grad()`` takes it back
+        if unseen:
             self._unseen = True
             self.on_unseen_gradient()
         elif not self._coalesce_grad_reduction:
@@ -108,7 +110,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
     def _end_backward(self, reduce: Callable[[], None]) -> None:
         if self.reduces_after_backward():
             self._reduce(reduce)
-        elif not self._grad_acc_hooks:
+        elif self._unseen or not self._grad_acc_hooks:
             self._keep_gradients()
         if self.is_gradient_accumulation_boundary():
             self.end_request()
@@ -120,7 +122,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         self.sums.end_backward()
 
     def _keep_gradients(self) -> None:
-        """Move gradients to where they wait; a hook does it where DeepSpeed makes hooks."""
+        """Move gradients to where they wait, for which a hook sees to those of backwards that the engine sees."""
         self.schedule.pending = True
         for param in self.layout.params:
             self.local.accumulate(param)
