@@ -11,7 +11,7 @@ import pytest
 from support import rank_scenarios as scenarios
 from support.rank_scenarios import Outcome, outcome
 from support.ranks import RankError, RankGroup
-from support.setup import Setup
+from support.setup import AT_REQUEST_ENDS, Setup
 
 both_stages = pytest.mark.parametrize("stage", [1, 2])
 
@@ -40,7 +40,8 @@ UNEVEN: list[tuple[Callable[..., None], int, str, str]] = [
 def test_three_against_two_micro_batches(
     two_fresh_ranks: RankGroup, scenario: Callable[..., None], stage: int, first: str, second: str
 ) -> None:
-    assert_all_raise(two_fresh_ranks.run(outcome, scenario, setup=Setup(stage=stage)), first, second)
+    setup = Setup(stage=stage, at=AT_REQUEST_ENDS[stage])
+    assert_all_raise(two_fresh_ranks.run(outcome, scenario, setup=setup), first, second)
 
 
 def test_where_a_request_is_checked_at_its_end(two_fresh_ranks: RankGroup) -> None:

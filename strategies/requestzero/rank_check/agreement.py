@@ -182,8 +182,7 @@ class RankAgreement(Agreement):
         self._comparison.finish()
         self._reducing, self._following = False, None
         if not self._order.ends():
-            request = self._progress.request
-            text = f"has reduced all gradients of micro-batch {request.done + 1} of {request}"
+            text = f"has reduced all of {self._progress.gradients}"
             self._agree(self._progress.intent(Kind.ORDER, text, "end"))
         self._order.adopt()
 

@@ -68,9 +68,15 @@ class Progress:
         return self.intent(kind, f"runs a forward without gradients after {self}", "evaluation")
 
     def reduces(self, kind: Kind = Kind.REDUCTION, content: str = "") -> Intent:
-        """Return the intent to reduce gradients of the micro-batch at hand."""
-        text = f"reduces the gradients of micro-batch {self.request.done + 1} of {self.request}"
-        return self.intent(kind, text, content)
+        """Return the intent to reduce gradients of the micro-batch at hand, or what waits after its request."""
+        return self.intent(kind, f"reduces {self.gradients}", content)
+
+    @property
+    def gradients(self) -> str:
+        """The gradients that are reduced here, as text."""
+        if self.request.closed:
+            return f"the gradients that wait after {self}"
+        return f"the gradients of micro-batch {self.request.done + 1} of {self.request}"
 
     def steps(self, kind: Kind) -> Intent:
         """Return the intent to step."""
