@@ -59,7 +59,7 @@ def _check_combinations(options: EngineOptions, config: Config) -> None:
             options.retain_gpu_grad_partition_until_step, options.rank_dependent_parameters
         ):
             raise ValueError(problem)
-    if stage in (1, 2):
+    if stage in (1, 2, STAGE_3):
         on_overflow = options.overflow.on_overflow or "skip"
         reduction_time(stage, options.reduce_gradients_at, on_overflow, options.rank_dependent_micro_batches)
     if options.overflow.on_overflow == "drop_request" and config.get("managed_gradient_accumulation") is False:

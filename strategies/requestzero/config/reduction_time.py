@@ -27,7 +27,7 @@ def reduction_time(stage: int, wanted: str | None, on_overflow: str, unequal: bo
     """Return the time of the reduction.
 
     Args:
-        stage: of ZeRO, 1 or 2.
+        stage: of ZeRO.
         wanted: the option ``reduce_gradients_at``.
         on_overflow: the option of that name; ``"raise"`` and ``"drop_request"`` look at the sum of every request.
         unequal: the option ``rank_dependent_micro_batches``.
@@ -35,6 +35,14 @@ def reduction_time(stage: int, wanted: str | None, on_overflow: str, unequal: bo
     Raises:
         ValueError: the options disagree.
     """
+    if stage == 3:
+        if wanted is not None or unequal:
+            raise ValueError(
+                "requestzero.reduce_gradients_at and requestzero.rank_dependent_micro_batches do not apply to "
+                "zero_optimization.stage=3, which gathers weights and reduces gradients in every backward: leave them "
+                "out, or use stage 1 or 2."
+            )
+        return ReductionTime(ReduceAt.BACKWARD)
     looks_at_requests = on_overflow in ("raise", "drop_request")
     if wanted == "backward" and stage == 1:
         raise ValueError(

@@ -105,12 +105,12 @@ class CountingEngine(DeepSpeedEngine):
     @property
     def local_gradient_bytes(self) -> int:
         """Bytes of the gradients that this rank keeps until they are reduced (``reduce_gradients_at``)."""
-        return self.optimizer.local.nbytes
+        return self.optimizer.local.nbytes if isinstance(self.optimizer, RequestZeROOptimizer) else 0
 
     @property
     def peak_local_gradient_bytes(self) -> int:
         """The most that :attr:`local_gradient_bytes` has been."""
-        return self.optimizer.local.peak_nbytes
+        return self.optimizer.local.peak_nbytes if isinstance(self.optimizer, RequestZeROOptimizer) else 0
 
     @property
     def partition_traffic(self) -> PartitionTraffic:

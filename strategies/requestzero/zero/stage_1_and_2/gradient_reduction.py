@@ -9,12 +9,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from requestzero.zero.common.ranks import Ranks
+from requestzero.zero.common.reduction_schedule import ReductionSchedule
 from requestzero.zero.common.streams import current_stream, has_streams, keep_alive
 from requestzero.zero.stage_1_and_2.bucket import Bucket, Contents
 from requestzero.zero.stage_1_and_2.bucket_collective import BucketCollective, Reduced
 from requestzero.zero.stage_1_and_2.layout import Parameter, PartitionLayout
 from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
-from requestzero.zero.stage_1_and_2.reduction_schedule import ReductionSchedule
 from requestzero.zero.stage_1_and_2.scatter_plan import Part
 
 

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from requestzero.config.reduction_time import ReduceAt
 from requestzero.zero.common.divisor import StepDivisor
 from requestzero.zero.common.ranks import Ranks
+from requestzero.zero.common.reduction_schedule import ReductionSchedule
 from requestzero.zero.common.step_norm import StepNorm
 from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow.origin import OverflowOrigin
@@ -27,7 +28,6 @@ from requestzero.zero.stage_1_and_2.gradient_reduction import GradientReduction,
 from requestzero.zero.stage_1_and_2.layout import Parameter, PartitionLayout
 from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
 from requestzero.zero.stage_1_and_2.local_memory import LocalMemory
-from requestzero.zero.stage_1_and_2.reduction_schedule import ReductionSchedule
 from requestzero.zero.stage_1_and_2.written_weights import WrittenWeights
 
 

@@ -11,6 +11,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from typing_extensions import override
 
 from requestzero.zero.common import life_cycle
+from requestzero.zero.common.reduction_schedule import reducing_always
 from requestzero.zero.common.scale import StepScale, unscale_and_clip
 from requestzero.zero.common.streams import current_stream, has_streams, keep_alive
 from requestzero.zero.common.window import DroppedRequest, UpdateWindow
@@ -42,6 +43,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def __init__(self, *args: Any, window_options: WindowOptions | None = None, **kwargs: Any) -> None:
         # Before super(), whose constructor calls methods that are overridden here.
         self.window, self.scale, self.loss_scale_exhausted = UpdateWindow(), StepScale(), False
+        self.schedule = reducing_always()
         self.on_unseen_gradient: Callable[[], None] = lambda: None
         """Called for every gradient of a backward that the engine does not see."""
         super().__init__(*args, **kwargs)
@@ -105,6 +107,16 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if self.has_unseen_gradients:
             self.independent_gradient_partition_epilogue()
         self.window.end_request()
+
+    def reduces_after_backward(self) -> bool:
+        """Return true: no gradient waits beyond its backward."""
+        return True
+
+    def begin_request(self) -> None:
+        """Do nothing, likewise."""
+
+    def reduce_pending(self) -> None:
+        """Do nothing, likewise."""
 
     @property
     def has_unseen_gradients(self) -> bool:

@@ -61,3 +61,8 @@ class ReductionSchedule:
     def discard(self) -> None:
         """Begin a new window."""
         self._gave_up = self.pending = self.unfinished = False
+
+
+def reducing_always() -> ReductionSchedule:
+    """Return the schedule of an optimizer that reduces in every backward."""
+    return ReductionSchedule(ReductionTime(ReduceAt.BACKWARD), overlaps=False, fills_absent=False, keeps=lambda: True)
