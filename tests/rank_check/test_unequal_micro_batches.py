@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from requestzero import PlannedLoader
-from requestzero.config.options import RequestZeROSettings
 from requestzero.config.reduction_time import reduction_time
 from requestzero.errors import RankDisagreementError
 from support.engines import build
@@ -112,9 +111,6 @@ def mean_refused(setup: Setup) -> bool:
 
 def test_there_is_no_mean_over_micro_batches(one_rank: RankGroup) -> None:
     assert one_rank.run(mean_refused, Setup(1, config=OPTIONS)) == [True]
-    with pytest.raises(ValueError, match=r"normalization='mean' disagree"):
-        RequestZeROSettings(rank_dependent_micro_batches=True)
-    RequestZeROSettings(rank_dependent_micro_batches=True, normalization="token")
 
 
 @pytest.mark.parametrize(

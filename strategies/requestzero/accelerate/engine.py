@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from requestzero.accelerate.clipping import Clipping
 from requestzero.accelerate.window_tally import WindowTally
+from requestzero.config.rules import UNEQUAL_MEANS
 from requestzero.zero.engine import RequestZeROEngine
 from requestzero.zero.metrics import logged_metrics
 
@@ -44,6 +45,8 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self, engine: RequestZeROEngine, normalization: str, steps: Callable[[], int], clipping: float | None
     ) -> None:
         super().__init__(engine)
+        if normalization == "mean" and engine.options.rank_dependent_micro_batches:
+            raise ValueError(f"rank_dependent_micro_batches=True and normalization='mean' disagree: {UNEQUAL_MEANS}")
         self.clipping = Clipping(clipping)
         self.request_end: bool | None = None
         """True if the next backward is marked as its request's last, ``None`` if every backward is a request."""

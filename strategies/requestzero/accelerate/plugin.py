@@ -72,7 +72,9 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         normalization: What the window's sum is divided by: ``"mean"`` (the default), ``"sum"`` or ``"token"``.
         overflow: :class:`~requestzero.config.options.OverflowSettings` or a mapping of its fields.
         log_metrics: Whether ``accelerator.log`` adds :meth:`metrics`.
+        reduce_gradients_at: When gradients are summed over the ranks.
         rank_agreement: Whether the ranks agree on every request.
+        rank_dependent_micro_batches: Whether ranks may run different numbers of micro-batches in a window.
         rank_dependent_parameters: Whether parameters may take part on some ranks only.
         compare_weights: Whether weights that were written through ``param.data`` count.
         options: A YAML or JSON file, a dict or an OmegaConf object with options by their names in
@@ -95,7 +97,9 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
     normalization: str | None = field(default=None)
     overflow: OverflowSettings | Mapping[str, Any] | None = field(default=None)
     log_metrics: bool | None = field(default=None)
+    reduce_gradients_at: str | None = field(default=None)
     rank_agreement: bool | None = field(default=None)
+    rank_dependent_micro_batches: bool | None = field(default=None)
     rank_dependent_parameters: bool | None = field(default=None)
     compare_weights: bool | None = field(default=None)
     options: Any = field(default=None)

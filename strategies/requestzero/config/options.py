@@ -195,10 +195,6 @@ class RequestZeROSettings:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.rank_dependent_micro_batches and self.normalization == "mean":
-            raise ValueError(
-                f"rank_dependent_micro_batches=true and normalization='mean' disagree: {rules.UNEQUAL_MEANS}"
-            )
         object.__setattr__(self, "overflow", OverflowSettings.build(self.overflow))
 
 

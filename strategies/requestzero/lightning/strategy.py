@@ -69,6 +69,8 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
             given, as LightningCLI does, one that has its default's value counts as not given.)
         incomplete_window: What happens to an epoch's last, shorter window (automatic optimization).
         log_metrics: Whether the Trainer's loggers get :attr:`logged_metrics` with every update that they log.
+        reduce_gradients_at: When gradients are summed over the ranks, see
+            :class:`~requestzero.config.options.RequestZeROSettings`.
         rank_agreement: Whether ranks agree on every request, so that those that do not do the same raise the same
             :class:`~requestzero.errors.RankDisagreementError`: a rank that runs out of data, one whose loader,
             ``training_step`` or callback raises, or whose ``training_step`` returns ``None`` while others' do not.
@@ -100,6 +102,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
         *,
         incomplete_window: str = "step",
         log_metrics: bool = True,
+        reduce_gradients_at: str | None = None,
         rank_agreement: bool = True,
         rank_dependent_parameters: bool = False,
         compare_weights: bool = True,
@@ -116,6 +119,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
             "overflow": overflow,
             "incomplete_window": incomplete_window,
             "log_metrics": log_metrics,
+            "reduce_gradients_at": reduce_gradients_at,
             "rank_agreement": rank_agreement,
             "rank_dependent_parameters": rank_dependent_parameters,
             "compare_weights": compare_weights,

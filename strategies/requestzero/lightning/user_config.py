@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from requestzero.config.files import load_config
 from requestzero.config.keys import check_top_level_keys
 from requestzero.config.merge import Source
-from requestzero.config.nested import Config
+from requestzero.config.nested import Config, look_up
 from requestzero.config.translation import AUTO, KEYS_WITH_AUTO
 
 
@@ -56,6 +56,11 @@ def _check_loop_keys(config: Config, source: str) -> None:
         raise ValueError(
             f"managed_gradient_accumulation=False in {source} is not possible, since the strategy marks the "
             "ends of requests: leave it out."
+        )
+    if look_up(config, "requestzero.rank_dependent_micro_batches"):
+        raise ValueError(
+            f"requestzero.rank_dependent_micro_batches=True in {source} is not possible, since the Trainer counts "
+            "batches on every rank: leave it out."
         )
     if "train_batch_size" in config:
         raise ValueError(
