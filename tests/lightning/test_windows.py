@@ -13,7 +13,7 @@ from support.lightning_reference import weights_after
 from support.lightning_runs import train
 from support.lightning_spec import Run
 from support.ranks import RankGroup
-from support.setup import KEEP_OPTIMIZER
+from support.setup import AT_REQUEST_ENDS, KEEP_OPTIMIZER
 
 
 def reference(windows: list[list[int]], divide: bool = True) -> list[list[float]]:
@@ -82,6 +82,7 @@ def test_a_released_partition_comes_back_with_the_forward(two_ranks: RankGroup, 
             "stage": stage,
             "offload_optimizer": True,
             "grad_accum_dtype": "fp32",
+            "reduce_gradients_at": AT_REQUEST_ENDS[stage],
             "config": KEEP_OPTIMIZER,
         },
         schedule=False,
