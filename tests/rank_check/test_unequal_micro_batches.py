@@ -35,7 +35,7 @@ def expected_sum(window: int) -> list[torch.Tensor]:
 
 
 def unequal(setup: Setup, announced: bool) -> bool:
-    """Whether every window is applied exactly; requests have two micro-batches and are as many as needed."""
+    """Apply every window exactly; requests have two micro-batches and are as many as needed."""
     import deepspeed.comm as dist
 
     engine: Any = build(setup)

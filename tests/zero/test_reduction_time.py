@@ -172,7 +172,7 @@ def test_every_backward_leaves_nothing_local(two_ranks: RankGroup) -> None:
 
 
 def read_in_between(setup: Setup) -> bool:
-    """Whether the window's sum is read right after every backward, and the update is exact all the same."""
+    """Read the window's sum after every backward; the update is exact all the same."""
     from deepspeed.utils import safe_get_full_grad
 
     engine: Any = build(setup)

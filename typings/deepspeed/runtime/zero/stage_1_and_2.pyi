@@ -58,7 +58,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     # Configuration.
     optimizer: Optimizer
     cpu_offload: bool
-    partition_gradients: bool
     reduce_scatter: bool
     overlap_comm: bool
     use_multi_rank_bucket_allreduce: bool
