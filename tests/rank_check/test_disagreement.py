@@ -40,8 +40,7 @@ UNEVEN: list[tuple[Callable[..., None], int, str, str]] = [
 def test_three_against_two_micro_batches(
     two_fresh_ranks: RankGroup, scenario: Callable[..., None], stage: int, first: str, second: str
 ) -> None:
-    setup = Setup(stage=stage, at=AT_REQUEST_ENDS[stage])
-    assert_all_raise(two_fresh_ranks.run(outcome, scenario, setup=setup), first, second)
+    assert_all_raise(two_fresh_ranks.run(outcome, scenario, setup=Setup(stage=stage)), first, second)
 
 
 def test_where_a_request_is_checked_at_its_end(two_fresh_ranks: RankGroup) -> None:
@@ -90,7 +89,8 @@ ELSEWHERE: list[tuple[Callable[..., None], int, str, str]] = [
 def test_ranks_that_are_elsewhere(
     two_fresh_ranks: RankGroup, scenario: Callable[..., None], stage: int, first: str, second: str
 ) -> None:
-    assert_all_raise(two_fresh_ranks.run(outcome, scenario, setup=Setup(stage=stage)), first, second)
+    setup = Setup(stage=stage, at=AT_REQUEST_ENDS[stage])
+    assert_all_raise(two_fresh_ranks.run(outcome, scenario, setup=setup), first, second)
 
 
 @both_stages
