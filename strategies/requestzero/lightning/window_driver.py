@@ -172,9 +172,9 @@ class WindowDriver:
         weight = None
         if self._automatic and self._owner.settings.normalization == "token":
             weight = self.batch.pop_weight(self.marks.request_id)
-        self._running.set_gradient_accumulation_boundary(
-            self._automatic and self.marks.request_end, window_end=self._automatic and self.marks.window_end
-        )
+        self._running.set_gradient_accumulation_boundary(self._automatic and self.marks.request_end)
+        if self._automatic and self.marks.window_end:
+            self._running.update_window.ends_with_request = True
         if weight is not None:
             self._running.add_weight(weight)
 
