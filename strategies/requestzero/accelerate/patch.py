@@ -46,14 +46,16 @@ def install() -> None:
     def __init__(self: StockAccelerator, *args: Any, **kwargs: Any) -> None:
         check_construction(args, kwargs)
         original(self, *args, **kwargs)
-        if any_request_safe(vars(self.state).get("deepspeed_plugins")):
-            _become(self)
+        become_if_ours(self)
 
     setattr(__init__, _INSTALLED, True)
     StockAccelerator.__init__ = __init__
 
 
-def _become(accelerator: Any) -> None:
+def become_if_ours(accelerator: Any) -> None:
+    """Let an ``accelerate.Accelerator`` become one of ours if it has one of our plugins, whoever has built that."""
+    if not any_request_safe(vars(accelerator.state).get("deepspeed_plugins")):
+        return
     cls = type(accelerator)
     if not issubclass(cls, Accelerator):
         accelerator.__class__ = Accelerator if cls is StockAccelerator else type(cls.__name__, (Accelerator, cls), {})

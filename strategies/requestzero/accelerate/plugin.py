@@ -109,7 +109,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         """Merge all places of the configuration first, so that Accelerate's version reads one that they agree on."""
         require_supported_deepspeed()
         _require_transformers()
-        plan = make_plan({item.name: getattr(self, item.name) for item in fields(self)}, os.environ)
+        plan = make_plan({item.name: getattr(self, item.name) for item in fields(RequestZeROPlugin)}, os.environ)
         from requestzero.accelerate.patch import install_if_needed
 
         install_if_needed()
@@ -138,7 +138,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         self.offload_optimizer_device = "cpu" if settings.offload_optimizer else "none"
         self.gradient_accumulation_steps = AUTO if plan.steps is None else plan.steps
         self.gradient_clipping = AUTO if plan.clipping is None else plan.clipping
-        for name in {item.name for item in fields(self)}.intersection(OWN_OPTIONS):
+        for name in {item.name for item in fields(RequestZeROPlugin)}.intersection(OWN_OPTIONS):
             setattr(self, name, getattr(settings, name))
 
     @override
@@ -147,7 +147,9 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         self._state = copy.deepcopy(self.deepspeed_config), self._arguments()
 
     def _arguments(self) -> dict[str, Any]:
-        names = [item.name for item in fields(self) if item.name != "hf_ds_config"]  # Trainer puts an equal one in
+        names = [
+            item.name for item in fields(RequestZeROPlugin) if item.name != "hf_ds_config"
+        ]  # Trainer puts an equal one in
         return {name: copy.deepcopy(getattr(self, name)) for name in names}
 
     @override

@@ -17,6 +17,7 @@ from typing import Any
 from requestzero.config.nested import Config
 
 _PACKAGE_PREFIX = "pkg://"
+_COMMENT = " # "
 
 
 def load_config(config: Any, source: str = "config") -> Config:
@@ -24,8 +25,8 @@ def load_config(config: Any, source: str = "config") -> Config:
 
     Args:
         config: a mapping, an OmegaConf object, a path to a JSON or YAML file, ``pkg://package/path`` for a file within
-            an installed package, a base64-encoded JSON text (DeepSpeed takes one too), or ``None`` (an empty
-            configuration).
+            an installed package (text after " # " is a comment), a base64-encoded JSON text (DeepSpeed takes one too),
+            or ``None`` (an empty configuration).
         source: how error messages name the argument.
 
     Raises:
@@ -55,7 +56,7 @@ def is_in_package(config: Any) -> bool:
 
 
 def _path_in_package(name: str, source: str) -> Path:
-    package, _, path = name.removeprefix(_PACKAGE_PREFIX).partition("/")
+    package, _, path = name.removeprefix(_PACKAGE_PREFIX).partition(_COMMENT)[0].partition("/")
     try:
         return Path(str(files(package).joinpath(path)))
     except ModuleNotFoundError:

@@ -31,3 +31,8 @@ def patched(module: ModuleType, name: str, replacement: Any) -> Iterator[None]:
     finally:
         setattr(module, name, original)
         _replaced.remove(place)
+
+
+def is_replaced(module: ModuleType, name: str) -> bool:
+    """Return true while ``module.name`` is replaced."""
+    return (module.__name__, name) in _replaced

@@ -1,0 +1,162 @@
+"""What becomes request-safe in an unchanged program: every ``DeepSpeedPlugin``, and ``deepspeed.initialize``.
+
+HACK: neither Accelerate nor DeepSpeed asks anybody which class to use. The constructor of ``DeepSpeedPlugin`` ends with
+a method that gives the object another class, so that whoever builds one, or a subclass, gets a request-safe one and
+``isinstance`` holds; the class itself and its fields stay. Written for Accelerate 1.15 and DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from requestzero.config.files import load_config
+from requestzero.config.nested import look_up
+from requestzero.config.supported import check_supported
+from requestzero.config.translation import AUTO
+from requestzero.run.after_import import AfterImport
+
+_STAGE = "zero_optimization.stage"
+
+
+class Adoption:
+    """Makes what the program builds request-safe, and tells what stays DeepSpeed's own.
+
+    Args:
+        initialize: also where the program calls ``deepspeed.initialize`` itself.
+    """
+
+    def __init__(self, initialize: bool = True) -> None:
+        self._initialize = initialize
+        self._count = 0
+        self._told: set[str] = set()
+
+    def install(self) -> None:
+        """Act on Accelerate and DeepSpeed as soon as the program imports them."""
+        actions: dict[str, Callable[[ModuleType], None]] = {"accelerate": self._adopt_accelerate}
+        if self._initialize:
+            actions["deepspeed"] = self._adopt_deepspeed
+        AfterImport(actions).install()
+
+    def report(self) -> None:
+        """Say so if nothing was adopted."""
+        if self._count == 0 and not self._told:
+            self._tell(
+                "nothing became request-safe: the program has built no DeepSpeedPlugin and has not called "
+                "deepspeed.initialize. Is DeepSpeed turned on (accelerate launch --config_file ..., "
+                "TrainingArguments(deepspeed=...))?"
+            )
+
+    def _adopt_accelerate(self, accelerate: ModuleType) -> None:
+        from requestzero.run.cpu_ranks import join_on_cpu
+
+        plugin, accelerator = accelerate.DeepSpeedPlugin, accelerate.Accelerator
+        join_on_cpu(accelerate.PartialState)
+        post_init, init = plugin.__post_init__, accelerator.__init__
+
+        @functools.wraps(post_init)
+        def __post_init__(self_: Any) -> None:
+            self._build_plugin(self_, post_init)
+
+        @functools.wraps(init)
+        def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
+            init(self_, *args, **kwargs)
+            if self._count:
+                from requestzero.accelerate.patch import become_if_ours
+
+                become_if_ours(self_)
+
+        plugin.__post_init__, accelerator.__init__ = __post_init__, __init__
+
+    def _build_plugin(self, plugin: Any, post_init: Callable[[Any], None]) -> None:
+        from requestzero.accelerate.plugin import RequestZeROPlugin
+
+        if isinstance(plugin, RequestZeROPlugin):
+            post_init(plugin)
+            self._count += 1
+            return
+        config = _config_of(plugin)
+        if not self._is_adopted(config):
+            post_init(plugin)
+            return
+        cls = type(plugin)
+        stock = cls.__module__.startswith("accelerate.")
+        plugin.__class__ = RequestZeROPlugin if stock else type(cls.__name__, (cls, RequestZeROPlugin), {})
+        RequestZeROPlugin.__post_init__(plugin)
+
+    def _adopt_deepspeed(self, deepspeed: ModuleType) -> None:
+        original = deepspeed.initialize
+
+        @functools.wraps(original)
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            from requestzero.zero.patch import is_replaced
+
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            if is_replaced(deepspeed, "DeepSpeedEngine") or not self._is_adopted(_config_given(given), given):
+                return original(*args, **kwargs)
+            import requestzero
+
+            self._count += 1
+            return requestzero.initialize(*args, **kwargs)
+
+        deepspeed.initialize = initialize  # type: ignore[attr-defined]
+
+    def _is_adopted(self, config: Mapping[str, Any] | None, given: Mapping[str, Any] | None = None) -> bool:
+        if config is None:
+            return False
+        reason = reason_to_stay_stock(config, (given or {}).get("model"))
+        if reason is None:
+            return True
+        if given is None or given.get("optimizer") is not None or "optimizer" in config:  # else nothing is trained
+            self._tell(f"an engine stays DeepSpeed's own. {reason}")
+        return False
+
+    def _tell(self, text: str) -> None:
+        """Print the text once, on one rank."""
+        if text not in self._told and os.environ.get("RANK", "0") == "0":
+            print(f"requestzero.run: {text}", file=sys.stderr, flush=True)
+        self._told.add(text)
+
+
+def reason_to_stay_stock(config: Mapping[str, Any], model: Any = None) -> str | None:
+    """Return the reason why an engine of this config is not made request-safe, or ``None`` if it is.
+
+    Args:
+        config: a DeepSpeed config with its stage.
+        model: the module to train, where it is known.
+    """
+    try:
+        check_supported(config, model)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _config_of(plugin: Any) -> dict[str, Any]:
+    """Return the DeepSpeed config of a plugin that is being built, with the stage that Accelerate would choose."""
+    from requestzero.accelerate.launch import FILE, NONE
+    from requestzero.accelerate.options import load_deepspeed_config
+
+    given = plugin.hf_ds_config if plugin.hf_ds_config is not None else os.environ.get(FILE, NONE)
+    config = load_deepspeed_config(given)
+    if look_up(config, _STAGE, AUTO) == AUTO:
+        stage = plugin.zero_stage
+        if stage is None:
+            stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
+    return config
+
+
+def _config_given(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the config among the arguments of ``deepspeed.initialize``; ``None`` if it cannot be read."""
+    places = given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None)
+    found = [place for place in places if place is not None]
+    try:
+        return load_config(found[0]) if len(found) == 1 else None
+    except (ValueError, FileNotFoundError):
+        return None

@@ -1,0 +1,115 @@
+"""Run a program in the place of the one that runs, as ``python program.py`` and ``python -m program`` do.
+
+``runpy`` has a module of its own for the program, which is ``__main__`` only until the program's last line: what its
+threads and exit handlers pickle after that is not found. Here the program's module is ``__main__`` to the end, and has
+what ``python`` gives it, by which spawned processes find the program.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import importlib.util
+import io
+import os
+import pkgutil
+import sys
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import Any
+
+
+def run_script(path: str, arguments: list[str]) -> None:
+    """Run a file, or the ``__main__`` of a folder or archive.
+
+    Raises:
+        SystemExit: there is no such file; and whatever the program raises.
+    """
+    sys.argv[:] = [path, *arguments]
+    finder = None if Path(path).is_file() and not _is_archive(path) else pkgutil.get_importer(path)
+    spec = finder.find_spec("__main__") if isinstance(finder, importlib.abc.PathEntryFinder) else None
+    if spec is not None:
+        _put_first(path)
+        _execute(_code_of(spec), _main_of_module(spec))
+        return
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        sys.exit(f"{sys.executable}: can't open file {os.path.abspath(path)!r}: [Errno {error.errno}] {error.strerror}")
+    _put_first(os.path.dirname(os.path.realpath(path)))
+    full = os.path.abspath(path)
+    namespace = {"__file__": full, "__loader__": SourceFileLoader("__main__", full), "__package__": None}
+    _execute((source, full), {**namespace, "__spec__": None, "__cached__": None})
+
+
+def run_module(name: str, arguments: list[str]) -> None:
+    """Run a module, or the ``__main__`` of a package.
+
+    Raises:
+        SystemExit: there is no such module; and whatever the program raises.
+    """
+    sys.argv[:] = ["-m", *arguments]
+    spec = _spec_of(name)
+    sys.argv[0] = str(spec.origin)
+    _execute(_code_of(spec), _main_of_module(spec))
+
+
+def _spec_of(name: str) -> ModuleSpec:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        sys.exit(f"{sys.executable}: Error while finding module specification for {name!r} ({error})")
+    if spec is None or spec.loader is None:
+        sys.exit(f"{sys.executable}: No module named {name}")
+    return spec
+
+
+def _code_of(spec: ModuleSpec) -> CodeType:
+    loader: Any = spec.loader
+    return loader.get_code(spec.name)
+
+
+def _main_of_module(spec: ModuleSpec) -> dict[str, Any]:
+    return {
+        "__file__": spec.origin,
+        "__cached__": spec.cached,
+        "__loader__": spec.loader,
+        "__package__": spec.parent,
+        "__spec__": spec,
+    }
+
+
+def _is_archive(path: str) -> bool:
+    return pkgutil.get_importer(path) is not None
+
+
+def _put_first(folder: str) -> None:
+    """Put the program's folder where ``python -m requestzero.run`` has the current one."""
+    if not getattr(sys.flags, "safe_path", False):  # since Python 3.11
+        sys.path[0] = folder
+
+
+def _execute(code: CodeType | tuple[bytes, str], namespace: dict[str, Any]) -> None:
+    """Run the code, compiled or as source and file name, in an emptied ``__main__``."""
+    main = vars(sys.modules["__main__"])
+    main.clear()
+    main.update({"__name__": "__main__", "__doc__": None, "__builtins__": builtins, "__annotations__": {}, **namespace})
+    try:
+        exec(code if isinstance(code, CodeType) else compile(*code, "exec", dont_inherit=True), main)
+    except BaseException as error:
+        _show_from_here(error, error.__traceback__.tb_next if error.__traceback__ is not None else None)
+        raise
+
+
+def _show_from_here(error: BaseException, traceback: TracebackType | None) -> None:
+    """Let the error be shown without the calls before the program's own."""
+    shows = sys.excepthook
+
+    def excepthook(kind: type[BaseException], value: BaseException, given: TracebackType | None) -> None:
+        shows(kind, value.with_traceback(traceback), traceback) if value is error else shows(kind, value, given)
+
+    sys.excepthook = excepthook

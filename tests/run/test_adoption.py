@@ -1,0 +1,87 @@
+"""What becomes request-safe in a program that knows nothing of this package."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from accelerate import DeepSpeedPlugin
+
+from support import adopted_facts, unchanged_loop
+from support.paths import ACCELERATE_CONFIGS
+from support.scripts import finish, start_module
+
+LOOP = Path(unchanged_loop.__file__)
+WITH_TESTS = {"PYTHONPATH": f"{LOOP.parent.parent}:{Path(__file__).parents[2] / 'strategies'}"}
+LAUNCH = ("--config_file", str(ACCELERATE_CONFIGS / "zero2_cpu.yaml"), "--main_process_port", "0")
+TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "requestzero.run")
+EXPECTED = ["2 {} [-9.0, -9.0, -9.0]"] * 2
+
+
+def results(directory: Path) -> list[str]:
+    return [path.read_text() for path in sorted(directory.glob("rank*.txt"))]
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    return finish(start_module("requestzero.run", str(adopted_facts.__file__), **WITH_TESTS))
+
+
+def test_every_plugin_of_a_supported_stage_is_adopted(output: str) -> None:
+    facts = json.loads(next(line for line in output.splitlines() if line.startswith("FACTS")).removeprefix("FACTS"))
+    ours = "RequestZeROPlugin"
+    assert facts == {
+        "plain": [ours, True, True, 2],
+        "by position": [ours, True, True, 1],
+        "stage 3": ["DeepSpeedPlugin", False, True, 3],
+        "stage 3 again": ["DeepSpeedPlugin", False, True, 3],
+        "stage 0": ["DeepSpeedPlugin", False, True, 0],
+        "subclass": ["Named", True, True, 1, True, "hello"],
+        "dataclass": ["More", True, True, 2, True, 4, 2],
+        "fields": [len(dataclasses.fields(DeepSpeedPlugin)), True],
+        "copied": ["More", True, True, 2],
+        "pickled": [ours, True, True, 2],
+        "arguments": [ours, True, True, 2],
+        "arguments of stage 3": ["DeepSpeedPlugin", False, True, 3],
+        "engine": ["RequestZeROEngine", True],
+    }
+
+
+def test_other_stages_are_told_once(output: str) -> None:
+    told = [line for line in output.splitlines() if line.startswith("requestzero.run:")]
+    assert len(told) == len(set(told)) == 2
+    for stage, line in zip((3, 0), told, strict=True):
+        assert f"an engine stays DeepSpeed's own. zero_optimization.stage={stage} was asked" in line
+
+
+def test_a_bare_accelerator_under_accelerate_launch(tmp_path: Path) -> None:
+    """With a shipped file, and a loader whose worker is spawned."""
+    module = ("accelerate.commands.launch", *LAUNCH, "-m", "requestzero.run", str(LOOP), "accelerate", str(tmp_path))
+    finish(start_module(*module))
+    assert results(tmp_path) == [text.format("RequestZeROOptimizer") for text in EXPECTED]
+
+
+def test_deepspeed_initialize_under_torchrun(tmp_path: Path) -> None:
+    program = ("-m", "support.unchanged_loop", "deepspeed", str(tmp_path))
+    output = finish(start_module("torch.distributed.run", *TORCHRUN, *program, **WITH_TESTS))
+    assert results(tmp_path) == [text.format("RequestZeROOptimizer") for text in EXPECTED]
+    assert "requestzero.run:" not in output
+
+
+@pytest.mark.parametrize("options", [(), ("--no-initialize",)])
+def test_deepspeed_initialize_can_be_left_as_it_is(tmp_path: Path, options: tuple[str, ...]) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import deepspeed\nprint('wrapped', hasattr(deepspeed.initialize, '__wrapped__'))")
+    output = finish(start_module("requestzero.run", *options, str(program), DS_ACCELERATOR="cpu"))
+    assert f"wrapped {not options}" in output
+
+
+def test_the_shipped_files_say_what_to_write_where_nothing_reads_them(tmp_path: Path) -> None:
+    process = start_module("accelerate.commands.launch", *LAUNCH, str(LOOP), "accelerate", str(tmp_path))
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode != 0
+    assert "ValueError: Expected a string path to an existing deepspeed config" in output
+    advice = "write Accelerator(deepspeed_plugin=RequestZeROPlugin()), or start the program with -m requestzero.run"
+    assert advice in output
