@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROBE = '''
+PROBE = r'''
 """Of the program."""
 import atexit, multiprocessing, pickle, sys, threading
 
@@ -17,7 +17,7 @@ class Found:
 
 def double(found): return Found(found.value * 2)
 
-def show(name, value): print(name, value, flush=True)
+def show(name, value): sys.stdout.write(f"{name} {value}\n")
 
 def at_exit():
     show("pickled at exit", pickle.loads(pickle.dumps(Found(3))).value)

@@ -30,14 +30,16 @@ def run_script(path: str, arguments: list[str]) -> None:
     finder = None if Path(path).is_file() and not _is_archive(path) else pkgutil.get_importer(path)
     spec = finder.find_spec("__main__") if isinstance(finder, importlib.abc.PathEntryFinder) else None
     if spec is not None:
-        _put_first(path)
+        _put_first(os.path.abspath(path))
         _execute(_code_of(spec), _main_of_module(spec))
         return
     try:
         with io.open_code(os.path.abspath(path)) as file:
             source = file.read()
     except OSError as error:
-        sys.exit(f"{sys.executable}: can't open file {os.path.abspath(path)!r}: [Errno {error.errno}] {error.strerror}")
+        told = f"can't open file {os.path.abspath(path)!r}: [Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: {told}", file=sys.stderr)
+        sys.exit(2)
     _put_first(os.path.dirname(os.path.realpath(path)))
     full = os.path.abspath(path)
     namespace = {"__file__": full, "__loader__": SourceFileLoader("__main__", full), "__package__": None}
@@ -62,7 +64,9 @@ def _spec_of(name: str) -> ModuleSpec:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
-        sys.exit(f"{sys.executable}: Error while finding module specification for {name!r} ({error})")
+        sys.exit(
+            f"{sys.executable}: Error while finding module specification for {name!r} ({type(error).__name__}: {error})"
+        )
     if spec is None or spec.loader is None:
         sys.exit(f"{sys.executable}: No module named {name}")
     return spec
@@ -101,15 +105,31 @@ def _execute(code: CodeType | tuple[bytes, str], namespace: dict[str, Any]) -> N
     try:
         exec(code if isinstance(code, CodeType) else compile(*code, "exec", dont_inherit=True), main)
     except BaseException as error:
-        _show_from_here(error, error.__traceback__.tb_next if error.__traceback__ is not None else None)
+        program = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        _show_without_ours(error, program, with_runpy=namespace["__spec__"] is not None)
         raise
 
 
-def _show_from_here(error: BaseException, traceback: TracebackType | None) -> None:
-    """Let the error be shown without the calls before the program's own."""
+def _show_without_ours(error: BaseException, program: TracebackType | None, with_runpy: bool) -> None:
+    """Let the error be shown without our own calls.
+
+    Args:
+        error: what the program has raised.
+        program: its traceback from the program's first line on.
+        with_runpy: with the calls of ``runpy`` before that, which a module has as under ``python -m``.
+    """
     shows = sys.excepthook
 
     def excepthook(kind: type[BaseException], value: BaseException, given: TracebackType | None) -> None:
-        shows(kind, value.with_traceback(traceback), traceback) if value is error else shows(kind, value, given)
+        if value is error:
+            given = _after_runpy(given, program) if with_runpy else program
+            value = value.with_traceback(given)
+        shows(kind, value, given)
 
     sys.excepthook = excepthook
+
+
+def _after_runpy(whole: TracebackType | None, program: TracebackType | None) -> TracebackType | None:
+    if whole is None or "runpy" not in whole.tb_frame.f_code.co_filename:
+        return program
+    return TracebackType(_after_runpy(whole.tb_next, program), whole.tb_frame, whole.tb_lasti, whole.tb_lineno)
