@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import json
 import os
 import pickle
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.state import AcceleratorState
+
+assert importlib.util.find_spec("accelerate") is not None  # as transformers does, long before it imports it
+
+from accelerate import Accelerator, DeepSpeedPlugin  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 
 
 class Named(DeepSpeedPlugin):

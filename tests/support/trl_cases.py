@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from support.tiny_llama import tiny_llama
@@ -130,11 +132,9 @@ def main(directory: str) -> None:
         trainer = trainer_of(case, deepspeed=STAGE_2)
         trainer.train()
         found[case] = weights_of(trainer), type(trainer.deepspeed.optimizer).__name__
-        from accelerate.state import AcceleratorState, GradientState
-
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-    if trainer.args.process_index == 0:
+    if os.environ["RANK"] == "0":
         torch.save(found, Path(directory, "found.pt"))
 
 

@@ -38,15 +38,15 @@ class AfterImport(MetaPathFinder):
         found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            self._act_after(spec.loader, self._actions.pop(fullname))
+            self._act_after(spec.loader, fullname)
         return spec
 
-    @staticmethod
-    def _act_after(loader: Any, action: Callable[[ModuleType], None]) -> None:
+    def _act_after(self, loader: Any, name: str) -> None:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # of the instance: the loader is what it was
+            action = self._actions.pop(name)  # not earlier: a spec may be looked up without an import
             execute(module)
             action(module)
 
