@@ -26,6 +26,16 @@ CELLS = [
     Cell("pinned", tests=("tests",)),
     Cell("DeepSpeed 0.19.7", {"deepspeed": "0.19.7"}, DEEPSPEED),
     Cell("DeepSpeed 0.19.6", {"deepspeed": "0.19.6"}, DEEPSPEED),
+    Cell(
+        "front ends, oldest",
+        {"lightning": "2.6.0", "accelerate": "1.13.0", "transformers": "5.18.0"},
+        (
+            "tests/accelerate/test_loop.py",
+            "tests/accelerate/test_trainer.py",
+            "tests/lightning/test_windows.py",
+            "tests/lightning/test_parity_with_ddp.py",
+        ),
+    ),
     Cell("Lightning 2.6.0", {"lightning": "2.6.0"}, LIGHTNING),
     Cell("Accelerate 1.14", {"accelerate": "1.14.0"}, ACCELERATE),
     Cell("Accelerate 1.13", {"accelerate": "1.13.0"}, ACCELERATE),
