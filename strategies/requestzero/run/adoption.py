@@ -17,7 +17,7 @@ from typing import Any
 
 from requestzero.config.files import load_config
 from requestzero.config.nested import look_up
-from requestzero.config.supported import check_supported
+from requestzero.config.supported import check_stage_of_front_end, check_supported
 from requestzero.config.translation import AUTO
 from requestzero.run.after_import import AfterImport
 
@@ -109,7 +109,7 @@ class Adoption:
     def _is_adopted(self, config: Mapping[str, Any] | None, given: Mapping[str, Any] | None = None) -> bool:
         if config is None:
             return False
-        reason = reason_to_stay_stock(config, (given or {}).get("model"))
+        reason = reason_to_stay_stock(config, (given or {}).get("model"), of_plugin=given is None)
         if reason is None:
             return True
         if given is None or given.get("optimizer") is not None or "optimizer" in config:  # else nothing is trained
@@ -123,15 +123,18 @@ class Adoption:
         self._told.add(text)
 
 
-def reason_to_stay_stock(config: Mapping[str, Any], model: Any = None) -> str | None:
+def reason_to_stay_stock(config: Mapping[str, Any], model: Any = None, of_plugin: bool = False) -> str | None:
     """Return the reason why an engine of this config is not made request-safe, or ``None`` if it is.
 
     Args:
         config: a DeepSpeed config with its stage.
         model: the module to train, where it is known.
+        of_plugin: a plugin for Accelerate is built of it.
     """
     try:
         check_supported(config, model)
+        if of_plugin:
+            check_stage_of_front_end(config, "RequestZeROPlugin")
     except ValueError as error:
         return str(error)
     return None
