@@ -29,6 +29,7 @@ def test_defaults() -> None:
         "rank_agreement": True,
         "rank_dependent_micro_batches": False,
         "rank_dependent_parameters": False,
+        "gradients_in_hooks": True,
         "compare_weights": True,
         "overflow": overflow,
     }

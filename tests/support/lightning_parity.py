@@ -87,8 +87,8 @@ def trainer_of(kind: str, **options: Any) -> pl.Trainer:
         "num_sanity_val_steps": 0,
         "default_root_dir": tempfile.gettempdir(),
     }
-    strategy = kind if kind == "ddp" else RequestZeRO(**OURS[kind])
-    return pl.Trainer(strategy=strategy, **{**settings, **options})
+    settings["strategy"] = kind if kind == "ddp" else RequestZeRO(**OURS[kind])
+    return pl.Trainer(**{**settings, **options})
 
 
 def weights(module: torch.nn.Module) -> list[float]:

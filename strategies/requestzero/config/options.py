@@ -185,6 +185,10 @@ class RequestZeROSettings:
     """Allow parameters to take part on some ranks only (adapters, experts, conditional branches), as
     ``find_unused_parameters`` does in DDP: gradients are reduced at the end of the backward, request or window, with
     zeros for absent ones, which gives up the overlap of reduction with the backward."""
+    gradients_in_hooks: bool = option(True, Boolean(), front_ends=(FrontEnd.LIGHTNING, FrontEnd.RECIPES))
+    """Let ``p.grad`` be the window's gradient, summed, averaged and divided, in ``on_before_optimizer_step`` and
+    ``configure_gradient_clipping`` where the module or a callback has such a hook, and let its changes count, as under
+    DDP. Each rank holds the whole gradient meanwhile."""
     compare_weights: bool = option(True, Boolean(), key="requestzero.compare_weights")
     """Compare this rank's part of the model's weights with the master weights before every step, so that weights that
     were written through ``param.data`` count like any other. It costs a pass over the partition, with CPU offload also

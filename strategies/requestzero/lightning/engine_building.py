@@ -29,6 +29,7 @@ from requestzero.lightning import checks
 from requestzero.lightning.config import check_retained, with_clipping, with_precision
 from requestzero.lightning.deepspeed_device import use_deepspeed_device
 from requestzero.lightning.optimizer import WindowLightningOptimizer
+from requestzero.lightning.user_hooks import clips_by_itself, tell_where_gradients_are
 from requestzero.zero.process_group import without_inference_operator
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class EngineBuildingStrategy(DeepSpeedStrategy):
         trainer = self.lightning_module.trainer
         checks.check_clipping(trainer)
         own = {key: value for key, value in self.config.items() if key not in self._added_by_setup}
-        self.config = with_clipping(own, trainer.gradient_clip_val)
+        self.config = with_clipping(own, None if clips_by_itself(trainer) else trainer.gradient_clip_val)
         super()._format_config()
         self.config["gradient_accumulation_steps"] = 1
         self._added_by_setup = frozenset(self.config.keys() - own.keys())
@@ -134,6 +135,17 @@ class EngineBuildingStrategy(DeepSpeedStrategy):
         source = self.lightning_module.trainer.fit_loop._data_source
         loader = None if source.is_module() else source.instance
         return getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 1
+
+    @override
+    def init_deepspeed(self) -> None:
+        """Skip Lightning's warning that ``configure_gradient_clipping`` does nothing, which is not so here."""
+        assert self.lightning_module is not None
+        assert isinstance(self.model, pl.LightningModule)
+        if self.lightning_module.trainer.training:
+            tell_where_gradients_are(self.lightning_module.trainer)
+            self._initialize_deepspeed_train(self.model)
+        else:
+            self._initialize_deepspeed_inference(self.model)
 
     @override
     def _initialize_deepspeed_train(self, model: Module) -> None:

@@ -12,6 +12,8 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.precision.deepspeed import _PRECISION_INPUT
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from requestzero.lightning.window_driver import WindowDriver
@@ -44,6 +46,27 @@ class RequestZeROPrecision(DeepSpeedPrecision):
         ``None`` even where other micro-batches of the window are pending.
         """
         result = closure()
-        self._after_closure(model, optimizer)
+        with self._driver.gradients_in_hooks():
+            self._after_closure(model, optimizer)
         self._driver.step(**kwargs)
         return result
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip the window's gradient in the step that follows; Lightning's version does nothing.
+
+        Raises:
+            ValueError: an algorithm other than ``"norm"``.
+        """
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise ValueError(
+                "clip_gradients(gradient_clip_algorithm='value') is not possible with DeepSpeed, which clips by norm: "
+                "use 'norm', or torch.nn.utils.clip_grad_value_ in on_before_optimizer_step."
+            )
+        if clip_val > 0:
+            self._driver.clip(float(clip_val))

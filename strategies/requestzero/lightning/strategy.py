@@ -75,6 +75,8 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
             :class:`~requestzero.errors.RankDisagreementError`: a rank that runs out of data, one whose loader,
             ``training_step`` or callback raises, or whose ``training_step`` returns ``None`` while others' do not.
         rank_dependent_parameters: Whether parameters may take part on some ranks only.
+        gradients_in_hooks: Whether ``p.grad`` can be read and changed in ``on_before_optimizer_step`` and
+            ``configure_gradient_clipping``.
         compare_weights: Whether weights that were written through ``param.data`` count.
         **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something under ZeRO 1 and 2. Its
             loss-scale options are another way to write those of ``overflow``.
@@ -105,6 +107,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
         reduce_gradients_at: str | None = None,
         rank_agreement: bool = True,
         rank_dependent_parameters: bool = False,
+        gradients_in_hooks: bool = True,
         compare_weights: bool = True,
         **deepspeed_options: Any,
     ) -> None:
@@ -122,6 +125,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
             "reduce_gradients_at": reduce_gradients_at,
             "rank_agreement": rank_agreement,
             "rank_dependent_parameters": rank_dependent_parameters,
+            "gradients_in_hooks": gradients_in_hooks,
             "compare_weights": compare_weights,
         }
         init, args, kwargs = self._call
@@ -242,6 +246,23 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
     def end_request(self) -> None:
         """End the open request now: for manual optimization with several requests in a batch. Collective."""
         self.window_driver.end_request()
+
+    @contextmanager
+    def gradients(self) -> Generator[None, None, None]:
+        """Let ``p.grad`` be the open window's gradient in the block, and let its changes count. Collective.
+
+        For manual optimization, between the window's last backward and ``opt.step()``; in the hooks before a step it is
+        done already, see ``gradients_in_hooks``. The gradient is summed over the window, averaged over ranks and
+        divided as the step divides it; each rank holds all of it in the block. The open request ends.
+
+        Example::
+
+            with self.trainer.strategy.gradients():
+                torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+            opt.step()
+        """
+        with self.window_driver.gradients():
+            yield
 
     def add_weight(self, weight: float | torch.Tensor) -> None:
         """Report the weight of one backward, for ``normalization="token"``: once for each. Not collective.

@@ -5,6 +5,8 @@ Written for Lightning 2.6.6.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import lightning.pytorch as pl
@@ -18,6 +20,8 @@ from requestzero.data.boundaries import WindowMarks, unwrap
 from requestzero.data.micro_batch import MicroBatch
 from requestzero.lightning.checks import check_scheduler_frequency
 from requestzero.lightning.current_batch import CurrentBatch
+from requestzero.lightning.user_hooks import reads_gradients
+from requestzero.zero.full_gradients import full_gradients
 from requestzero.zero.metrics import logged_metrics
 
 if TYPE_CHECKING:
@@ -71,6 +75,7 @@ class WindowDriver:
         self.logged_metrics: dict[str, torch.Tensor] = {}
         self._data_ended = False  # and the other ranks know
         self._failed = False
+        self._clip: float | None = None
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -168,7 +173,13 @@ class WindowDriver:
 
         Raises:
             ValueError: ``normalization="token"``, and the batch has no weight.
+            RuntimeError: the window's gradient was clipped already.
         """
+        if self._clip is not None:
+            raise RuntimeError(
+                "A backward after self.clip_gradients(...) would add a gradient that is not clipped: call it right "
+                "before opt.step()."
+            )
         weight = None
         if self._automatic and self._owner.settings.normalization == "token":
             weight = self.batch.pop_weight(self.marks.request_id)
@@ -217,10 +228,36 @@ class WindowDriver:
             self._tell_division(window.micro_batches)
         engine.set_gradient_accumulation_boundary(True)
         attempted = engine.attempted_updates
-        engine.step(normalization=settings.normalization, **kwargs)
+        with self._clipping():
+            engine.step(normalization=settings.normalization, **kwargs)
         self.batch.update_applied = engine.was_step_applied()
         if settings.log_metrics and engine.attempted_updates > attempted:
             self.logged_metrics = {name: torch.as_tensor(value) for name, value in logged_metrics(engine).items()}
+
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        """See ``RequestZeRO.gradients``."""
+        with full_gradients(self._running, self._owner.settings.normalization):
+            yield
+
+    def gradients_in_hooks(self) -> AbstractContextManager[None]:
+        """Return a block for the hooks before a step: :meth:`gradients`, if one of them is the user's."""
+        wanted = self._owner.settings.gradients_in_hooks and reads_gradients(self.trainer)
+        return self.gradients() if wanted else nullcontext()
+
+    def clip(self, max_norm: float) -> None:
+        """Clip the divided gradient in the next step, in the place of the Trainer's ``gradient_clip_val``."""
+        self._clip = max_norm
+
+    @contextmanager
+    def _clipping(self) -> Iterator[None]:
+        optimizer = self._running.optimizer
+        configured, clip, self._clip = optimizer.clip_grad, self._clip, None
+        optimizer.clip_grad = configured if clip is None else clip
+        try:
+            yield
+        finally:
+            optimizer.clip_grad = configured
 
     def _tell_division(self, divisor: int) -> None:
         if not self._told_division:

@@ -287,6 +287,19 @@ class RequestZeROEngine(AnnouncingEngine):
         self._step_applied = False
         self._global_grad_norm = self.optimizer._global_grad_norm = torch.zeros((), device=self.device)
 
+    def prepare_divisor(self, normalization: str) -> float | None:
+        """End the open request and choose the divisor of a window with gradients, as a step now would. Collective.
+
+        Returns:
+            Divisor times loss scale, by which the window's sum is divided; ``None`` for one of zero total weight.
+        """
+        self._count_unseen_backwards()
+        self.agree_to_step()
+        self.end_request()
+        if not self._choose_divisor(None, normalization):
+            return None
+        return float(self.optimizer.loss_scale) * float(self.optimizer.divisor.value)
+
     def pending_norm(self, divisor: float | None) -> torch.Tensor:
         """Return the norm that a step now would report, and end the open request. Collective.
 
