@@ -24,6 +24,7 @@ from requestzero.zero.engine.optimizer_classes import OPTIMIZER_CLASSES, optimiz
 from requestzero.zero.engine.step_arguments import check_divisor
 from requestzero.zero.overflow import skip_messages
 from requestzero.zero.overflow.skips import SkipRecord
+from requestzero.zero.stage_1_and_2.frozen_parameters import refuse_gradients
 from requestzero.zero.stage_3.gathers import watch_gathers
 
 _SKIPS_IN_CHECKPOINT = "requestzero_skips"
@@ -439,6 +440,7 @@ class RequestZeROEngine(AnnouncingEngine):
             fills_absent=options.rank_dependent_parameters,
             compares_weights=options.compare_weights,
         )
+        given = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
         with optimizer_classes_in_place(self.zero_optimization_stage(), window_options):
             built = super()._configure_zero_optimizer(optimizer)
         built.check_grad_overflow = self._checks_grad_overflow()
@@ -449,6 +451,7 @@ class RequestZeROEngine(AnnouncingEngine):
             if self.zero_optimization_partition_weights():
                 watch_gathers(built, built.ranks)
         built.on_unseen_gradient = self._refuse_unscaled
+        refuse_gradients(given, built.param_names, built)
         return built
 
     def _checks_grad_overflow(self) -> bool:

@@ -17,6 +17,7 @@ from requestzero.zero.common.window import DroppedRequest, UpdateWindow
 from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow import policy
 from requestzero.zero.stage_1_and_2 import model_weights
+from requestzero.zero.stage_1_and_2.frozen_parameters import kept_still
 from requestzero.zero.stage_1_and_2.full_gradients import complete_before_access
 from requestzero.zero.stage_1_and_2.optimizer_parts import OptimizerParts, build_parts, is_muon_group
 
@@ -206,6 +207,13 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
     def apply_sums(self, closure: Any) -> None:
         """Let DeepSpeed's step apply the sums, which are complete."""
         super().step(closure)
+
+    @override
+    def _optimizer_step(self, group_no: int) -> None:
+        """Also keep frozen parameters as they are."""
+        master = self.single_partition_of_fp32_groups[group_no]
+        with kept_still(self.layout.groups[group_no], self.layout.params, master, self.optimizer.state):
+            super()._optimizer_step(group_no)
 
     @override
     def _get_loss_scale(self) -> Any:

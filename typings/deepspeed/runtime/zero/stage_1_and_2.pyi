@@ -135,6 +135,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     _global_grad_norm: Any
 
     def step(self, closure: Callable[[], Any] | None = None) -> None: ...
+    def _optimizer_step(self, group_no: int) -> None:
+        """Updates the master weights of one group."""
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
         """Takes ``flat_partition`` of a group's entry in ``averaged_gradients`` for its gradient."""
     def has_overflow(self, partition_gradients: bool = True) -> bool: ...
