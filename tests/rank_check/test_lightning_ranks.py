@@ -101,3 +101,46 @@ def test_what_all_ranks_do(two_ranks: RankGroup) -> None:
         assert [error for error, _, _ in two_ranks.run(fit, Model, run)] == ["", ""]
     errors = [error for error, _, _ in two_ranks.run(fit, RaisesOnAll, PLAIN)]
     assert errors == [f"ValueError: no such token on rank {i}" for i in range(2)]
+
+
+class ActsAlone(Model):
+    """Rank 0 does something in a hook that all ranks have to do: a mistake that waits for ever elsewhere."""
+
+    action = ""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if args[2] == 1 and rank() == 0:
+            strategy = self.trainer.strategy
+            if self.action == "saves a checkpoint":
+                self.trainer.save_checkpoint("/nowhere/x.ckpt")
+            elif self.action == "saves weights":
+                self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/x.ckpt", weights_only=True)
+            elif self.action == "loads":
+                strategy.load_checkpoint("/nowhere/x.ckpt")
+            elif self.action == "broadcasts":
+                strategy.broadcast("value")
+            else:
+                strategy.barrier("mine")
+
+
+ACTIONS = {
+    "saves a checkpoint": "rank 0: saves a checkpoint after",
+    "saves weights": "rank 0: waits in barrier Trainer.save_checkpoint after",
+    "loads": "rank 0: loads a checkpoint after",
+    "broadcasts": "rank 0: waits in a broadcast after",
+    "barrier": "rank 0: waits in barrier mine after",
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_one_rank_acts_alone(two_fresh_ranks: RankGroup, action: str) -> None:
+    results = two_fresh_ranks.run(fit_alone, action, timeout=60.0)
+    assert len({error for error, _, _ in results}) == 1, results
+    assert results[0][0].startswith("RankDisagreementError: "), results
+    assert ACTIONS[action] in results[0][0], results
+    assert max(seconds for _, seconds, _ in results) < 10
+
+
+def fit_alone(action: str) -> tuple[str, float, int]:
+    ActsAlone.action = action
+    return fit(ActsAlone, PLAIN)

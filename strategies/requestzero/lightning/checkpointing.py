@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from requestzero.lightning import rng
 from requestzero.lightning.checkpoint_gate import CheckpointGate
+from requestzero.lightning.module_state import CHANGED, is_changed, saving
 from requestzero.lightning.window_driver import WindowDriver
 
 _RANDOM_STATES = "requestzero_random_states"
@@ -44,11 +48,19 @@ class Checkpointing:
         """Return ``checkpoint`` with the ranks' random states. Collective.
 
         Raises:
-            RuntimeError: an update window is open, and no exception is ending the run.
+            RuntimeError: an update window is open, and no exception is ending the run; or an evaluation came after the
+                fit.
             RankDisagreementError: the ranks have disagreed before.
         """
-        if self._driver.engine is not None:
-            self._driver.engine.agreement.check()
+        engine = self._driver.engine
+        if engine is None and self._driver.has_trained:
+            raise RuntimeError(
+                "An evaluation has put an engine without an optimizer in the place of the trained one, so that the "
+                "checkpoint would have no optimizer state to resume from: save it before trainer.validate, test or "
+                "predict, or save the weights with trainer.save_checkpoint(path, weights_only=True)."
+            )
+        if engine is not None:  # before any other collective, in which a rank alone would wait for ever
+            engine.agreement.before_checkpoint("saves")
         if self._driver.is_open:
             self._close_window()
         return {**checkpoint, _RANDOM_STATES: rng.collect(device)}
@@ -64,6 +76,35 @@ class Checkpointing:
         self._driver.discard_window(
             "the run was interrupted inside it; a run resumed from here does not repeat its batches"
         )
+
+    @contextmanager
+    def saving_module(self, checkpoint: dict[str, Any], engine: Any) -> Iterator[None]:
+        """Let the engine save the ``state_dict`` of ``checkpoint`` where a hook has changed it."""
+        state_dict = checkpoint.get("state_dict", {})
+        if not is_changed(state_dict, engine.module):
+            yield
+            return
+        checkpoint[CHANGED] = True
+        with saving(engine, state_dict):
+            yield
+
+    def before_load(self, path: _PATH) -> None:
+        """Check that a fit can resume from ``path``, and agree to load it. Collective in a fit.
+
+        Raises:
+            ValueError: it is a single file.
+            RankDisagreementError: another rank does something else.
+        """
+        engine = self._driver.engine
+        if engine is None:
+            return
+        engine.agreement.before_checkpoint("loads")
+        if Path(path).is_file():
+            raise ValueError(
+                f"{path} is a single file, and a fit resumes from the folder that RequestZeRO saves, with the "
+                "optimizer state of every rank: to begin with the weights of a file, use load_from_checkpoint or "
+                "load_state_dict before the fit."
+            )
 
     def after_load(self, checkpoint: dict[str, Any], rank: int, world_size: int) -> None:
         """Keep this rank's random state for the start of the training, if the saved run had as many ranks."""

@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -30,6 +31,7 @@ from requestzero.lightning.checkpointing import Checkpointing
 from requestzero.lightning.engine_building import EngineBuildingStrategy
 from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.loops import extend_loops
+from requestzero.lightning.module_state import capturing
 from requestzero.lightning.options import check_options
 from requestzero.lightning.precision import RequestZeROPrecision
 from requestzero.lightning.update_counts import UpdateCounts
@@ -343,21 +345,56 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
 
     @override
     def save_checkpoint(self, checkpoint: dict, filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save between windows, and the random states of all ranks too. Collective.
+        """Save between windows, with all ranks' random states and the ``state_dict`` that hooks have left. Collective.
+
+        ``weights_only`` makes one file in Lightning's own format, as DDP does.
 
         Raises:
-            RuntimeError: an update window is open.
+            RuntimeError: an update window is open, or an evaluation has taken the trained engine away.
+            RankDisagreementError: another rank does something else.
         """
+        if "optimizer_states" not in checkpoint:
+            DDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+            return
         checkpoint = self._checkpointing.before_save(checkpoint, self.root_device)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        with self._checkpointing.saving_module(checkpoint, self.deepspeed_engine):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Also keep the random state for the start of a fit. Collective."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        """Also give the hooks the ``state_dict``, and keep the random state for the start of a fit. Collective.
+
+        A single file with weights, such as another strategy saves, can be evaluated.
+
+        Raises:
+            ValueError: a single file, in a fit.
+            RankDisagreementError: another rank does something else.
+        """
+        self._checkpointing.before_load(checkpoint_path)
+        if Path(checkpoint_path).is_file():
+            return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+        with capturing(self.deepspeed_engine) as captured:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self.engine is not None:
             self._checkpointing.after_load(checkpoint, self.global_rank, self.world_size)
-        return checkpoint
+        return {**checkpoint, **captured}
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the ``state_dict`` that the hooks have left, where Lightning's version has had DeepSpeed load before."""
+        DDPStrategy.load_model_state_dict(self, checkpoint, strict)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Also agree to it in a fit, so that a rank alone in it is an error."""
+        self.window_driver.before_collective("a barrier" if name is None else f"barrier {name}")
+        super().barrier(name)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Also agree to it in a fit, so that a rank alone in it is an error."""
+        self.window_driver.before_collective("a broadcast")
+        return super().broadcast(obj, src)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
@@ -67,9 +68,12 @@ class WindowDriver:
         self._owner = owner
         self._told_division = False
         self.begin_fit()
+        self.has_trained = False
+        """True once a fit has begun."""
 
     def begin_fit(self) -> None:
         """Forget an earlier fit."""
+        self.has_trained = True
         self.marks = WindowMarks(option="accumulate_grad_batches", owner="Trainer")
         self.batch = CurrentBatch(update_applied=None)
         self.logged_metrics: dict[str, torch.Tensor] = {}
@@ -302,6 +306,13 @@ class WindowDriver:
         self._data_ended = False
         self.discard_window("the epoch was left inside it")
         self.marks.end_epoch()
+
+    def before_collective(self, name: str) -> None:
+        """Agree to a collective of Lightning's in a fit. Collective."""
+        module = self._owner.lightning_module
+        fitting = module is not None and module._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        if fitting and self.engine is not None and not self._failed:
+            self.engine.agreement.before_collective(name)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks of an exception that ends the fit on this rank; once in each fit.

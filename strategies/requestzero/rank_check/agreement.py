@@ -162,6 +162,12 @@ class RankAgreement(Agreement):
         self._agree(self._progress.intent(Kind.CHECKPOINT, text, action))
 
     @override
+    def before_collective(self, name: str) -> None:
+        if self._watch.error is None and not self._channel.closed:
+            text = f"waits in {name} after {self._progress}"
+            self._agree(self._progress.intent(Kind.COLLECTIVE, text, name))
+
+    @override
     def end_of_data(self) -> None:
         self._agree(self._progress.intent(Kind.END_OF_DATA, f"has no more data after {self._progress}"))
         self._progress.request.closed = True

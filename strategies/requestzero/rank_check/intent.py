@@ -44,6 +44,8 @@ class Kind(IntEnum):
     """Runs a forward without gradients, where that is collective."""
     GATHER = 17
     """Waits in such a forward (only reported)."""
+    COLLECTIVE = 18
+    """Waits in a collective of the training loop's."""
 
 
 NUMBERS = 5

@@ -72,6 +72,9 @@ class Agreement:
     def before_checkpoint(self, action: str) -> None:
         """Agree to save or load a checkpoint, as ``action`` says (collective)."""
 
+    def before_collective(self, name: str) -> None:
+        """Agree to a collective of the training loop, such as a barrier (collective); nothing once ranks disagree."""
+
     def end_of_data(self) -> None:
         """Agree that there is no more data (collective)."""
 

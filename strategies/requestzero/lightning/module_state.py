@@ -1,0 +1,53 @@
+"""The module's ``state_dict`` in a DeepSpeed checkpoint, as the hooks of a Lightning run have left it.
+
+Written for Lightning 2.6.6, which has DeepSpeed save and load the module by itself: hooks see no ``state_dict``.
+At stages 1 and 2 every rank has all weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+CHANGED = "requestzero_state_dict_changed"
+"""Key of a checkpoint whose ``state_dict`` is not the module's: its weights are not those of the master weights."""
+
+
+def is_changed(state_dict: Mapping[str, Any], module: torch.nn.Module) -> bool:
+    """Return whether a hook has replaced, left out or added something; no values are compared."""
+    own = module.state_dict()
+    if state_dict.keys() != own.keys():
+        return True
+    return any(_memory(state_dict[name]) != _memory(value) for name, value in own.items())
+
+
+def _memory(value: Any) -> Any:
+    return (value.data_ptr(), value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def saving(engine: Any, state_dict: Mapping[str, Any]) -> Iterator[None]:
+    """Let the engine save this in the place of its module's own ``state_dict`` within the block."""
+    engine.module_state_dict = lambda *args, **kwargs: state_dict
+    try:
+        yield
+    finally:
+        del engine.module_state_dict
+
+
+@contextmanager
+def capturing(engine: Any) -> Iterator[dict[str, Any]]:
+    """Let a load within the block put the module's state into the dictionary, and not into the module."""
+    captured: dict[str, Any] = {}
+
+    def capture(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        captured["state_dict"] = checkpoint["module"]
+
+    engine.load_module_state_dict = capture
+    try:
+        yield captured
+    finally:
+        del engine.load_module_state_dict
