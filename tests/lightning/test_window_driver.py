@@ -19,6 +19,10 @@ class Recorder:
         self.calls: list[Any] = []
         self.update_window = SimpleNamespace(request_open=False, is_open=False, micro_batches=2, requests=1)
 
+    @property
+    def has_pending_gradients(self) -> bool:
+        return bool(self.update_window.is_open)
+
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self.calls.append((name, *args, *kwargs.values()))
 

@@ -26,6 +26,7 @@ from typing_extensions import override
 from requestzero.config.nested import Config
 from requestzero.config.options import RequestZeROSettings
 from requestzero.lightning import checks
+from requestzero.lightning.callback_checks import check_callbacks, let_in
 from requestzero.lightning.config import check_retained, with_clipping, with_precision
 from requestzero.lightning.deepspeed_device import use_deepspeed_device
 from requestzero.lightning.optimizer import WindowLightningOptimizer
@@ -78,7 +79,14 @@ class EngineBuildingStrategy(DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Skip Lightning's version, which refuses every accelerator but CUDA, and call DDP's, above it."""
+        """Skip Lightning's version, which refuses every accelerator but CUDA, and call DDP's, above it.
+
+        Also let callbacks in that would refuse the class, before their own ``setup``.
+        """
+        assert self.lightning_module is not None
+        callbacks: list[pl.Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        check_callbacks(callbacks)
+        let_in(callbacks)
         use_deepspeed_device(self.root_device)
         DDPStrategy.setup_environment(self)
 

@@ -14,6 +14,9 @@ from typing_extensions import override
 
 from requestzero.lightning.window_driver import driver_of
 
+_SIGTERM, _REQUEUE = 1, 2
+"""Signals that rank 0 has received, in the number that it broadcasts before a batch."""
+
 
 class WindowEpochLoop(_TrainingEpochLoop):
     """Goes by update windows where Lightning's version goes by ``accumulate_grad_batches`` batches."""
@@ -35,16 +38,21 @@ class WindowEpochLoop(_TrainingEpochLoop):
         """Broadcast in a wait that ends where the ranks are in different collectives.
 
         Lightning's version, which comes before every batch, waits without end and swallows errors; it runs where there
-        has been a signal.
+        has been a signal. SLURM's signal to requeue is served here too, as rank 0 has it.
         """
-        engine = driver_of(self.trainer).engine
+        driver = driver_of(self.trainer)
+        engine = driver.engine
         if engine is None or not engine.agreement.active:
             super()._broadcast_sigterm_tensor()
             return
         device = self.trainer.strategy.root_device
-        received = torch.tensor([int(getattr(self.trainer, "received_sigterm", False))], device=device)
+        signals = _SIGTERM * bool(getattr(self.trainer, "received_sigterm", False)) + _REQUEUE * driver.requeue_is_due
+        received = torch.tensor([signals], device=device)
         engine.agreement.wait_for_batch(torch.distributed.broadcast(received, src=0, async_op=True), device)
-        if received.item():
+        signals = int(received.item())
+        if signals & _REQUEUE:
+            driver.serve_requeue()
+        if signals & _SIGTERM:
             super()._broadcast_sigterm_tensor()
 
     @override
@@ -71,6 +79,14 @@ class WindowEpochLoop(_TrainingEpochLoop):
             driver_of(self.trainer).end_data()
             driver_of(self.trainer).discard_window("the epoch ends inside it")
         super().on_advance_end(data_fetcher)
+        self._end_batch()
+
+    def _end_batch(self) -> None:
+        """Serve a requeue that has waited for the window's end; among several ranks that is up to rank 0."""
+        driver = driver_of(self.trainer)
+        driver.in_batch = False
+        if driver.requeue_is_due and (driver.engine is None or not driver.engine.agreement.active):
+            driver.serve_requeue()
 
     @override
     def _accumulated_batches_reached(self) -> bool:

@@ -27,6 +27,7 @@ from requestzero.environment.cpu_adam import clear_abandoned_lock
 from requestzero.environment.versions import require_supported_deepspeed
 from requestzero.lightning import checks
 from requestzero.lightning import config as configs
+from requestzero.lightning.callback_checks import let_go
 from requestzero.lightning.checkpointing import Checkpointing
 from requestzero.lightning.engine_building import EngineBuildingStrategy
 from requestzero.lightning.given import NotesArguments, given_names
@@ -34,6 +35,7 @@ from requestzero.lightning.loops import extend_loops
 from requestzero.lightning.module_state import capturing
 from requestzero.lightning.options import check_options
 from requestzero.lightning.precision import RequestZeROPrecision
+from requestzero.lightning.requeue import DeferredRequeue
 from requestzero.lightning.update_counts import UpdateCounts
 from requestzero.lightning.window_driver import WindowDriver
 
@@ -143,6 +145,13 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
             stage=stage, offload_optimizer=self.settings.offload_optimizer, config=None, **deepspeed_options
         )
         self.config = merged_config
+
+    def __repr__(self) -> str:
+        """Say where it belongs: other Trainers, and Fabric, show this in their error."""
+        return (
+            f"<RequestZeRO(stage={self.settings.stage}), for the Trainer of lightning.pytorch "
+            "(import lightning.pytorch as pl), not for that of pytorch_lightning, nor for Fabric>"
+        )
 
     @classmethod
     @override
@@ -306,6 +315,8 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
             self._checkpointing.hold_back(trainer.checkpoint_callbacks)
             if self.settings.offload_optimizer:
                 clear_abandoned_lock()  # an optimizer of the module's may be DeepSpeedCPUAdam, which waits for it
+            driver = self.window_driver
+            driver.requeue = DeferredRequeue(trainer._signal_connector, lambda: driver.in_batch or driver.is_open)
         super().setup(trainer)
 
     # --- training -------------------------------------------------------------------------------------------
@@ -407,5 +418,9 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
     def teardown(self) -> None:
         """Also keep the counts: a later evaluation takes the engine away."""
         self._checkpointing.release()
+        if self.window_driver.requeue is not None:
+            self.window_driver.requeue.remove()
+        if self.lightning_module is not None:
+            let_go(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         self._kept_counts = self._counts
         super().teardown()

@@ -21,6 +21,7 @@ from requestzero.data.boundaries import WindowMarks, unwrap
 from requestzero.data.micro_batch import MicroBatch
 from requestzero.lightning.checks import check_scheduler_frequency
 from requestzero.lightning.current_batch import CurrentBatch
+from requestzero.lightning.requeue import DeferredRequeue
 from requestzero.lightning.user_hooks import reads_gradients
 from requestzero.zero.full_gradients import full_gradients
 from requestzero.zero.metrics import logged_metrics
@@ -80,6 +81,10 @@ class WindowDriver:
         self._data_ended = False  # and the other ranks know
         self._failed = False
         self._clip: float | None = None
+        self.in_batch = False
+        """True from a training batch's first hook to its last."""
+        self.requeue: DeferredRequeue | None = None
+        """SLURM's requeue, in a fit."""
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -139,7 +144,7 @@ class WindowDriver:
         trainer = self.trainer
         if not trainer.training:
             return unwrap(batch)
-        self.batch, self._data_ended = CurrentBatch(), False
+        self.batch, self._data_ended, self.in_batch = CurrentBatch(), False, True
         if batch is None:
             self.marks.skip()
             return None
@@ -206,6 +211,16 @@ class WindowDriver:
         if is_last and self._automatic and self._owner.settings.incomplete_window == "drop" and self.is_open:
             rank_zero_info(f"RequestZeRO drops the epoch's last window of {self.describe_window()}.")
             self._running.zero_grad()
+
+    @property
+    def requeue_is_due(self) -> bool:
+        """True if SLURM's signal has come to this rank and can be served."""
+        return self.requeue is not None and self.requeue.pending and not self.is_open
+
+    def serve_requeue(self) -> None:
+        """Save and requeue for SLURM. Collective."""
+        if self.requeue is not None:
+            self.requeue.serve()
 
     def end_request(self) -> None:
         """End the open request, if there is one. Collective."""

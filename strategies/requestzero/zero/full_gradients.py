@@ -35,17 +35,22 @@ def full_gradients(engine: RequestZeROEngine, normalization: str) -> Iterator[No
         assert gradient is not None
         param.grad = (gradient / scale).to(param.dtype)
     del whole
-    given = [(param.grad, param.grad._version) for param in params if param.grad is not None]
+    given = [(param.grad, _version(param.grad)) for param in params]
     try:
         yield
     finally:
         changed = [
-            param.grad is not each or each._version != old for param, (each, old) in zip(params, given, strict=True)
+            param.grad is not each or _version(each) != old for param, (each, old) in zip(params, given, strict=True)
         ]
         left = [param.grad for param in params]
         for param in params:
             param.grad = None
+    _, accumulated = engine.get_data_types()
     for param, gradient, is_changed in zip(params, left, changed, strict=True):
         if is_changed:
             new = torch.zeros_like(param) if gradient is None else gradient
-            safe_set_full_grad(param, new.detach().to(engine.optimizer.gradient_accumulation_dtype) * scale)
+            safe_set_full_grad(param, new.detach().to(accumulated) * scale)
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version

@@ -22,7 +22,7 @@ from requestzero.zero.stage_1_and_2.full_gradients import complete_before_access
 from requestzero.zero.stage_1_and_2.optimizer_parts import OptimizerParts, build_parts, is_muon_group
 
 
-class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
+class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # type: ignore[misc]
     """DeepSpeed's ZeRO-1/2 optimizer, whose step applies the sum of every request of an update window, exactly.
 
     A window is all backwards between two steps; it starts clean whatever ended the one before it (a step, a skipped
@@ -33,6 +33,9 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
     gradient accumulation boundaries, and reads the host for every gradient under CPU offload. The way of a gradient
     from its hook to the sum that the step reads is this package's own; hooks, the step, weights and optimizer state are
     DeepSpeed's.
+
+    It is a ``torch.optim.Optimizer`` to schedulers and others that ask; what else it lacks is that of the user's own
+    optimizer, which updates the partitions.
 
     Built by the engine, which counts micro-batches and requests. It does not save the gradients of an open window, and
     leaves ZenFlow, ZeRO-3 and pipelines to DeepSpeed.
@@ -48,6 +51,38 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
         super().__init__(*args, **kwargs)
         options = window_options or WindowOptions()
         self._own(build_parts(self, options, lambda: self.window.is_open, self.reduces_after_backward))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the user's optimizer that DeepSpeed's class does not have."""
+        own = self.__dict__.get("optimizer")
+        if own is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(own, name)
+        return self._changing_weights(value) if name in ("train", "eval") else value
+
+    def _changing_weights(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Let the model follow a method that exchanges master weights, as schedule-free optimizers do (collective)."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.written.adopt()
+            result = method(*args, **kwargs)
+            self.update_lp_params()
+            return result
+
+        return call
+
+    @override
+    def add_param_group(self, param_group: Any) -> None:
+        """Refuse: partitions are laid out once.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "add_param_group() is not possible with ZeRO, which lays out the partitions of all parameters when the "
+            "engine is built: give the optimizer all groups from the start, and freeze those that are trained later "
+            "right after the engine is built (in Lightning in on_train_start); a frozen parameter stays as it is."
+        )
 
     def _own(self, parts: OptimizerParts) -> None:
         self._parts = parts
@@ -189,7 +224,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer):
     # --- the step ---------------------------------------------------------------------------------------------------
 
     @override
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as DeepSpeed's
         """Apply the window's sum, divided, or skip it if it is not finite (collective).
 
         Without a backward there is nothing to apply: weights and optimizer state stay as they are.

@@ -135,6 +135,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     _global_grad_norm: Any
 
     def step(self, closure: Callable[[], Any] | None = None) -> None: ...
+    def update_lp_params(self) -> None:
+        """Copies the master weights into the model's, and gathers those."""
     def _optimizer_step(self, group_no: int) -> None:
         """Updates the master weights of one group."""
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:

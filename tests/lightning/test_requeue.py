@@ -1,0 +1,67 @@
+"""SLURM's signal to requeue: a checkpoint at the window's end and one requeue, as under DDP."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+
+from support.lightning_parity import Net, data, trainer_of, weights
+from support.ranks import RankGroup
+
+
+class Node(LightningEnvironment, SLURMEnvironment):
+    """SLURM to the Trainer's signals, and otherwise what the ranks of the tests are in."""
+
+    def __init__(self) -> None:
+        LightningEnvironment.__init__(self)
+        self.auto_requeue, self.requeue_signal = True, signal.SIGUSR2
+
+    def validate_settings(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Signalled(Net):
+    signal_after = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if args[2] == self.signal_after:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def requeued(kind: str, batch: int, folder: str) -> tuple[list[str], int, list[float]]:
+    """Checkpoints, calls of scontrol and final weights of a fit in windows of 4 that is signalled after a batch."""
+    module = Signalled()
+    module.signal_after = batch
+    folder = f"{folder}/{kind}-{batch}"
+    os.makedirs(folder, exist_ok=True)
+    calls: list[Any] = []
+    patches = {"SLURM_JOB_ID": "77"}
+    handler = signal.getsignal(signal.SIGUSR2)
+    module_of_call = "lightning.pytorch.trainer.connectors.signal_connector.call"
+    with mock.patch.dict(os.environ, patches), mock.patch(module_of_call, lambda cmd, **_: calls.append(cmd) or 0):
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        trainer = trainer_of(kind, plugins=[Node()], accumulate_grad_batches=4, max_epochs=1, default_root_dir=folder)
+        trainer.fit(module, data())
+    signal.signal(signal.SIGUSR2, handler)
+    return sorted(os.listdir(folder)), len(calls), weights(module)
+
+
+@pytest.mark.parametrize("batch", [3, 5])
+def test_one_rank(one_rank: RankGroup, tmp_path: Path, batch: int) -> None:
+    reference = one_rank.run(requeued, "ddp", batch, str(tmp_path))[0]
+    assert reference[:2] == (["hpc_ckpt_1.ckpt"], 1)
+    files, calls, ours = one_rank.run(requeued, "stage2", batch, str(tmp_path))[0]
+    assert (files, calls) == reference[:2]
+    assert ours == pytest.approx(reference[2], rel=1e-5)
+
+
+def test_two_ranks_save_together(two_ranks: RankGroup, tmp_path: Path) -> None:
+    for number, (files, calls, _) in enumerate(two_ranks.run(requeued, "stage2", 5, str(tmp_path))):
+        assert files == ["hpc_ckpt_1.ckpt"]
+        assert calls == (number == 0)
