@@ -297,6 +297,7 @@ class RequestZeROEngine(AnnouncingEngine):
         self._count_unseen_backwards()
         self.agree_to_step()
         self.end_request()
+        self.optimizer.reduce_pending()
         if not self._choose_divisor(None, normalization):
             return None
         return float(self.optimizer.loss_scale) * float(self.optimizer.divisor.value)
