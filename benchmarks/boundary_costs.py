@@ -2,6 +2,7 @@
 
     python benchmarks/boundary_costs.py --tensors 64 400
     python benchmarks/boundary_costs.py --tensors 400 --only "offload" --windows 200
+    python benchmarks/boundary_costs.py --tensors 64 --only "ZeRO-3"
     python benchmarks/boundary_costs.py --windows 0                              # counts only
 
 Starts two gloo ranks. Each holds two engines of every configuration, one of requestzero and one of stock DeepSpeed, and
@@ -64,6 +65,8 @@ class Case:
         zero: dict[str, Any] = {"stage": self.stage}
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
+        if self.stage == 3:  # weights are gathered when they are needed, and stepped in eight sub-groups
+            zero |= {"stage3_param_persistence_threshold": 0, "sub_group_size": self.tensors * 64 // 2 // 8}
         precision: dict[str, Any] = {
             "fp32": {},
             "bf16": {"bf16": {"enabled": True, "check_grad_overflow": self.check}},
@@ -84,7 +87,7 @@ def all_cases(tensors: list[int]) -> list[Case]:
     """Return every combination; the check can be switched in bf16 only."""
     return [
         Case(stage, offload, model, accumulation, check, count)
-        for count, stage, offload, (model, accumulation) in product(tensors, (1, 2), (False, True), DTYPES)
+        for count, stage, offload, (model, accumulation) in product(tensors, (1, 2, 3), (False, True), DTYPES)
         for check in ((True, False) if model == "bf16" else (True,))
     ]
 

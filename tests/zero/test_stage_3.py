@@ -13,6 +13,7 @@ from test_deepspeed_features import accumulation_steps, coalesced, load_and_go_o
 from support.engines import build, masters
 from support.fp16 import fp16_on_cpu, fp16_where_needed
 from support.models import OneWeight, full_grad
+from support.muon import batch, build_muon
 from support.overflow_configs import fp16_masters, overflow_config
 from support.poison import interrupt_backward, poisoned_backward
 from support.ranks import RankGroup
@@ -23,6 +24,7 @@ from support.updates import applied_by, assert_exact_window, assert_sums
 from support.windows import ALL, Layers, Micro, backward
 
 every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+nothing_and_both = pytest.mark.parametrize("place", [PLACES["device"], PLACES["both"]], ids=["device", "both"])
 SOME = (True, False, True, False, True)
 LAST_ABSENT = (True, True, True, True, False)
 
@@ -249,7 +251,7 @@ def read_and_set(setup: Setup) -> None:
     engine.destroy()
 
 
-@every_place
+@nothing_and_both
 def test_gradients_and_weights_are_read_and_set(two_ranks: RankGroup, place: dict[str, Any]) -> None:
     two_ranks.run(read_and_set, setup_of(place, model="bf16"))
 
@@ -295,12 +297,12 @@ def test_a_sum_beyond_the_host_dtype(two_ranks: RankGroup) -> None:
 # --- the rest of DeepSpeed ------------------------------------------------------------------------------------------
 
 
-@every_place
+@nothing_and_both
 def test_coalesced_requests(two_ranks: RankGroup, place: dict[str, Any]) -> None:
     two_ranks.run(coalesced, setup_of(place, model="bf16"))
 
 
-@every_place
+@nothing_and_both
 def test_gradient_accumulation_steps(two_ranks: RankGroup, place: dict[str, Any]) -> None:
     two_ranks.run(accumulation_steps, setup_of(place, config={"gradient_accumulation_steps": 4}))
 
@@ -350,7 +352,7 @@ def clipped_and_divided(setup: Setup) -> list[float]:
     return found
 
 
-@every_place
+@nothing_and_both
 def test_divisors_and_clipping(two_ranks: RankGroup, place: dict[str, Any]) -> None:
     plain = two_ranks.run(clipped_and_divided, setup_of(place, zero={"sub_group_size": 1}))
     # A token counts once: two micro-batches of 2 tokens on each of two ranks, and a mean over ranks that is undone.
@@ -387,7 +389,7 @@ def overflowing(setup: Setup, policy: str) -> Any:
     raise AssertionError("nothing was raised")
 
 
-@every_place
+@nothing_and_both
 @pytest.mark.parametrize("policy", ["drop_request", "raise"])
 def test_overflow_policies(two_ranks: RankGroup, place: dict[str, Any], policy: str) -> None:
     setup = setup_of(place, config=overflow_config("bf16", on_overflow=policy), model="bf16")
@@ -398,7 +400,7 @@ def test_overflow_policies(two_ranks: RankGroup, place: dict[str, Any], policy: 
         assert "gradients of request 'b' (request 2 of 3), on rank 1 in layers.4.weight" in messages[0]
 
 
-@every_place
+@nothing_and_both
 def test_an_interrupted_backward(one_rank: RankGroup, place: dict[str, Any]) -> None:
     one_rank.run(interrupted, setup_of(place, zero={"reduce_bucket_size": 8}))
 
@@ -446,6 +448,33 @@ def test_leaf_modules(two_ranks: RankGroup) -> None:
     assert two_ranks.run(leaf_modules) == [[0.0, 1.0, 1.0]] * 2
 
 
+# --- Muon -----------------------------------------------------------------------------------------------------------
+
+
+def muon(offload: bool, requests: int, scale: float, requestzero: bool = True) -> list[torch.Tensor]:
+    """Weights after two windows of two micro-batches, whose losses are scaled, and their sum divided by as much."""
+    zero = Setup(stage=3, offload=offload, zero={"reduce_scatter": False}).deepspeed_config()["zero_optimization"]
+    engine = build_muon(3, offload, "fp32", "fp32", requestzero, zero_optimization=zero)
+    for window in range(2):
+        for micro in range(2):
+            engine.set_gradient_accumulation_boundary(micro == 1 or requests == 2)
+            engine.backward(engine(batch(engine, window, micro)) * scale)
+        engine.step(**({"divisor": scale} if requestzero else {}))
+    weights = masters(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_muon(two_ranks: RankGroup, offload: bool) -> None:
+    """However a window is cut, and whatever divides it, bit for bit; within rounding what stock makes of the same."""
+    (plain, _), (cut, _), (scaled, _) = (two_ranks.run(muon, offload, *each) for each in ((1, 1.0), (2, 1.0), (1, 2.0)))
+    assert_equal(plain, cut)
+    assert_equal(plain, scaled)
+    for ours, stock in zip(plain, two_ranks.run(muon, offload, 1, 1.0, False)[0], strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -471,7 +500,7 @@ def load(setup: Setup, requestzero: bool, folder: str) -> list[list[torch.Tensor
     return [loaded, stepped]
 
 
-@every_place
+@nothing_and_both
 @pytest.mark.parametrize("ours_saves", [False, True])
 def test_checkpoints_are_exchanged_with_stock(
     two_ranks: RankGroup, place: dict[str, Any], ours_saves: bool, tmp_path: Path

@@ -180,7 +180,10 @@ class Allocations(TorchDispatchMode):
 
 
 def host_memory(engine: Any) -> list[torch.Tensor]:
-    """Return the host gradients of an engine of either kind, and stock's host sums; empty without CPU offload."""
+    """Return the host gradients of an engine of either kind, and its host sums; empty without CPU offload."""
+    if getattr(engine.optimizer, "offload_optimizer", False):  # stage 3
+        masters = engine.optimizer.fp32_partitioned_groups_flat
+        return [engine.optimizer.grad_partitions_flat_buffer, *(master.grad for master in masters)]
     if not getattr(engine.optimizer, "cpu_offload", False):
         return []
     gradients = [master.grad for master in engine.optimizer.single_partition_of_fp32_groups]
