@@ -17,6 +17,8 @@ from omegaconf import OmegaConf
 from requestzero.config.option_record import options_of
 from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.precision import PRECISIONS
+from requestzero.config.stage_3 import STAGE as STAGE_3
+from requestzero.config.stage_3 import combination_problems
 from requestzero.recipes.config_schema import RecipeConfig
 from requestzero.recipes.devices import choose_devices, count_gpus
 
@@ -50,6 +52,11 @@ def _wrong_values(section: Any, prefix: str = "") -> Iterator[str]:
 
 def _zero(cfg: Any) -> Iterator[str]:
     retain = cfg.zero.retain_gpu_grad_partition_until_step
+    if cfg.zero.stage == STAGE_3:
+        yield from combination_problems(retain, cfg.zero.rank_dependent_parameters)
+        return
+    if cfg.zero.offload_parameters:
+        yield "zero.offload_parameters=true is not allowed below stage 3: use zero=stage3_offload."
     if retain not in (True, "auto"):
         return
     given = f"zero.retain_gpu_grad_partition_until_step={'true' if retain is True else retain}"

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.precision import PRECISIONS
+from requestzero.config.stage_3 import STAGE as STAGE_3
 from requestzero.config.translation import from_config
 
 RESOLVER = "launched"
@@ -56,6 +57,8 @@ def launch_problems(cfg: Any) -> Iterator[str]:
             f"zero.incomplete_window={cfg.zero.incomplete_window!r} is not allowed: the loop of this recipe steps at "
             "an epoch's end."
         )
+    if cfg.zero.stage == STAGE_3 or cfg.zero.offload_parameters:
+        yield "zero.stage=3 is not allowed: RequestZeROPlugin builds stages 1 and 2. Use lightning_sft for stage 3."
     yield from _overflow_problems(cfg)
     mode = said.get("mode")
     if mode is not None and PRECISIONS.get(cfg.precision.mode) not in (None, PRECISIONS[mode]):

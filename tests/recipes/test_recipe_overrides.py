@@ -58,8 +58,9 @@ BAD = [
     ("~zero", "'~zero' is not allowed: no key can be removed."),
     ("zero", "'zero' cannot be read: use key=value"),
     (
-        "zero=stage3",
-        "zero=stage3 is not allowed: use one of default, stage1, stage1_offload, stage2, stage2_offload. "
+        "zero=stage4",
+        "zero=stage4 is not allowed: use one of default, stage1, stage1_offload, stage2, stage2_offload, stage3, "
+        "stage3_offload. "
         "Nearest: stage",
     ),
     ("zero.stage=abc", "zero.stage=abc is not allowed: use a whole number."),
@@ -80,7 +81,12 @@ BAD = [
         "trainer.max_steps=x is not allowed: use a whole number.",
     ),
     ("--multirun trainer.devices=1 trainer.max_steps=1,0", "trainer.max_steps=0 is not allowed"),
-    ("zero.stage=3", "zero.stage=3 is not allowed: use one of 1, 2."),
+    ("zero.stage=4", "zero.stage=4 is not allowed: use one of 1, 2, 3."),
+    ("zero=stage2 zero.offload_parameters=true", "zero.offload_parameters=true is not allowed below stage 3"),
+    (
+        "zero=stage3_offload zero.retain_gpu_grad_partition_until_step=true",
+        "zero_optimization.retain_gpu_grad_partition_until_step=True has no meaning at stage 3",
+    ),
     (
         "zero.grad_accum_dtype=fp8",
         "zero.grad_accum_dtype='fp8' is not allowed: use one of None, 'fp32', 'bf16', 'fp16'.",

@@ -111,7 +111,12 @@ class ListLogger(Logger):
 
 
 def weights(module: LightningModule) -> list[float]:
-    return torch.cat([parameter.detach().float().flatten() for parameter in module.parameters()]).tolist()
+    """All weights, in fp32 (collective at stage 3, where a rank has a part of each)."""
+    import deepspeed
+
+    parameters = list(module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameters[0], "ds_id")):
+        return torch.cat([parameter.detach().float().flatten() for parameter in parameters]).tolist()
 
 
 def optimizer_state(trainer: Trainer) -> dict[str, Any]:
@@ -119,8 +124,10 @@ def optimizer_state(trainer: Trainer) -> dict[str, Any]:
     if not isinstance(trainer.strategy, RequestZeRO):
         return {}
     zero = trainer.strategy.engine.optimizer
-    state: dict[str, Any] = {"masters": [part.tolist() for part in zero.single_partition_of_fp32_groups]}
-    for index, part in enumerate(zero.single_partition_of_fp32_groups):
+    stage_3 = trainer.strategy.settings.stage == 3
+    parts = zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups
+    state: dict[str, Any] = {"masters": [part.tolist() for part in parts]}
+    for index, part in enumerate(parts):
         for key, value in zero.optimizer.state[part].items():
             state[f"{index}.{key}"] = value.tolist() if isinstance(value, torch.Tensor) else value
     return state

@@ -119,7 +119,7 @@ def _make(sources: list[Source], without_keys: RequestZeROSettings) -> Plan:
 def _check_source(source: Source) -> None:
     check_top_level_keys(source.config, source.place)
     _drop_inert_keys(source.config.get("zero_optimization", {}))
-    check_zero_section(source.config, source.place)
+    check_zero_section(source.config, source.place, RequestZeROSettings.stage)  # the plugin has no stage 3
     if source.config.get("managed_gradient_accumulation") is False:
         raise ValueError(
             f"managed_gradient_accumulation=False in {source.place} is not possible, since the plugin marks the ends "

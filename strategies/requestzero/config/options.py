@@ -128,8 +128,9 @@ class RequestZeROSettings:
         ValueError: a value that is not allowed.
     """
 
-    stage: int = option(2, Choice((1, 2)), key="zero_optimization.stage")
-    """ZeRO stage: 1 partitions the optimizer state, 2 the gradients as well."""
+    stage: int = option(2, Choice((1, 2, 3)), key="zero_optimization.stage")
+    """ZeRO stage: 1 partitions the optimizer state, 2 the gradients as well, 3 the weights as well (not under
+    Accelerate)."""
     offload_optimizer: bool = option(
         False,
         Boolean(),
@@ -137,6 +138,14 @@ class RequestZeROSettings:
         stored={True: "cpu", False: "none"},
     )
     """Keep master weights and optimizer state on the CPU, and run the optimizer step there."""
+    offload_parameters: bool = option(
+        False,
+        Boolean(),
+        key="zero_optimization.offload_param.device",
+        stored={True: "cpu", False: "none"},
+        front_ends=(FrontEnd.LIGHTNING, FrontEnd.RECIPES),
+    )
+    """Stage 3: keep this rank's part of the weights on the CPU while no forward or backward needs it."""
     retain_gpu_grad_partition_until_step: bool | str = option(
         False,
         Boolean(also="auto"),

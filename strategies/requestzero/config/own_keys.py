@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,13 @@ def pop_own_keys(config: Config) -> Config:
         if value is not _ABSENT:
             put(own, key, value)
     return own
+
+
+def without_own_keys(config: Config) -> Config:
+    """Return a copy of a DeepSpeed config that DeepSpeed can read."""
+    theirs = copy.deepcopy(config)
+    pop_own_keys(theirs)
+    return theirs
 
 
 def check_own_keys(config: Mapping[str, Any], source: str) -> None:

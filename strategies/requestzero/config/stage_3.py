@@ -66,6 +66,21 @@ def _of_experts(config: Mapping[str, Any], model: Any) -> Iterator[str]:
         )
 
 
+def check_parameter_offload(config: Mapping[str, Any]) -> None:
+    """Raise ValueError where parameters are to be offloaded at a stage that keeps them whole.
+
+    Args:
+        config: a DeepSpeed configuration.
+    """
+    zero = section_of(config, "zero_optimization")
+    device = section_of(zero, "offload_param").get("device")
+    if zero.get("stage") != STAGE and device not in (None, "none"):
+        raise ValueError(
+            f"offload_parameters (zero_optimization.offload_param.device={device!r}) does not apply at stage "
+            f"{zero.get('stage')!r}, which keeps weights whole on every device: leave it out, or set stage=3."
+        )
+
+
 def combination_problems(retain: bool | str, rank_dependent_parameters: bool) -> Iterator[str]:
     """Yield what is wrong with options of ours at stage 3."""
     if retain:

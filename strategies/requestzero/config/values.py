@@ -26,12 +26,13 @@ _DTYPES = Choice(("fp16", "bf16", "fp32"))
 _USE_A_DTYPE = "use 'fp16', 'bf16' or 'fp32'"
 
 
-def check_zero_section(config: Config, source: str) -> None:
+def check_zero_section(config: Config, source: str, stage: int | None = None) -> None:
     """Raise ValueError for a ZeRO option that does not exist, that only another stage has, or with a wrong value.
 
     Args:
         config: a DeepSpeed config.
         source: its place, for messages.
+        stage: the ZeRO stage, where another place says it; where none does, any stage's keys are allowed.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -39,9 +40,10 @@ def check_zero_section(config: Config, source: str) -> None:
     section = {key: value for key, value in config.get("zero_optimization", {}).items() if key not in own}
     fields = DeepSpeedZeroConfig.model_fields
     known = {*fields, *(field.alias for field in fields.values() if field.alias), *own}
+    asked = section.get("stage") if stage is None else stage
     for key in section:
         _check_zero_key(key, known, source)
-        if section.get("stage") != STAGE_3:
+        if asked not in (None, STAGE_3):
             _check_stage_of_key(key, source)
     parsed = _parse(DeepSpeedZeroConfig, section, "zero_optimization", source)
     for key, rule in BUCKET_SIZES.items():

@@ -14,7 +14,9 @@ from requestzero.config.nested import Config
 from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.overflow import merged_overflow, overflow_to_config
 from requestzero.config.precision import PRECISIONS
-from requestzero.config.supported import check_stage_of_front_end, check_supported, wants_offload
+from requestzero.config.stage_3 import STAGE as STAGE_3
+from requestzero.config.stage_3 import check_parameter_offload, combination_problems
+from requestzero.config.supported import check_supported, wants_offload
 from requestzero.config.translation import from_config, to_config
 from requestzero.config.values import check_values, check_zero_section
 from requestzero.lightning.options import check_offload, merge_loss_scale, options_to_config
@@ -74,10 +76,11 @@ def merge_arguments(
     merge(Source("overflow", to_config(OverflowSettings, overflow.given())), user)
     merged = overlay(default_config(offloads), merge(Source(ARGUMENTS, arguments), user))
     check_supported(merged)
-    check_stage_of_front_end(merged, "RequestZeRO")
-    check_zero_section(user.config, user.place)
+    check_zero_section(user.config, user.place, merged["zero_optimization"]["stage"])
+    check_parameter_offload(merged)
     check_values(user.config, user.place)
     effective = effective_settings(merged, settings)
+    _check_stage_3(effective)
     check_offload(effective, options)
     return merged, effective
 
@@ -88,7 +91,17 @@ def _settings_given(settings: RequestZeROSettings, given: Collection[str], offlo
     ``offload_optimizer=False`` has none where nobody wants offload: a section without offload would say nothing.
     """
     names = set(given) if offloads else set(given) - {"offload_optimizer"}
+    if not settings.offload_parameters and settings.stage != STAGE_3:
+        names.discard("offload_parameters")
     return to_config(RequestZeROSettings, {name: value for name, value in vars(settings).items() if name in names})
+
+
+def _check_stage_3(settings: RequestZeROSettings) -> None:
+    if settings.stage == STAGE_3:
+        for problem in combination_problems(
+            settings.retain_gpu_grad_partition_until_step, settings.rank_dependent_parameters
+        ):
+            raise ValueError(problem)
 
 
 def effective_settings(config: Config, settings: RequestZeROSettings) -> RequestZeROSettings:

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from requestzero.config.nested import Config
 from requestzero.config.options import RequestZeROSettings
+from requestzero.config.own_keys import without_own_keys
 from requestzero.lightning import checks
 from requestzero.lightning.callback_checks import check_callbacks, let_in
 from requestzero.lightning.config import check_retained, with_clipping, with_precision
@@ -217,7 +218,9 @@ class EngineBuildingStrategy(DeepSpeedStrategy):
 
         remove_module_hooks(model)
         config: Config = {"train_micro_batch_size_per_gpu": 1}
-        config.update({name: copy.deepcopy(self.config[name]) for name in ("fp16", "bf16") if name in self.config})
+        theirs = without_own_keys(self.config)
+        names = ("fp16", "bf16", *(("zero_optimization",) if self.zero_stage_3 else ()))
+        config.update({name: theirs[name] for name in names if name in theirs})
         self.model, _, _, _ = deepspeed.initialize(
             args=self._device_arguments(), config=config, model=model, model_parameters=[], dist_init_required=False
         )
@@ -241,5 +244,12 @@ class EngineBuildingStrategy(DeepSpeedStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Do nothing: stages 1 and 2 shard no parameters. Lightning's version has stage 3 read our config."""
-        yield
+        """Shard the parameters of a module as it is built (stage 3), by a config that is without our own keys."""
+        if not self.zero_stage_3:
+            yield
+            return
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        self._init_config_if_needed()
+        with Init(config_dict_or_path=without_own_keys(self.config)):
+            yield

@@ -1,4 +1,4 @@
-"""The options of Lightning's ``DeepSpeedStrategy``: those that apply to ZeRO 1 and 2, and their DeepSpeed keys.
+"""The options of Lightning's ``DeepSpeedStrategy``: those that apply, and their DeepSpeed keys.
 
 Written for Lightning 2.6, whose own strategy ignores most of its arguments without a word when ``config`` is given.
 """
@@ -49,20 +49,20 @@ KEYS = {
 
 _RULES: dict[str, Rule] = {**BUCKET_SIZES, "logging_batch_size_per_gpu": Count(also=AUTO)}
 
-_STAGE_3 = "it belongs to ZeRO stage 3, and RequestZeRO makes stages 1 and 2 request-safe; leave it out"
-_NVME = "it is for NVMe offload, which only ZeRO stage 3 has; leave it out"
+_STAGE_3 = "RequestZeRO builds modules of stage 3 on the device; leave it out, or use offload_parameters=True"
+_IN_CONFIG = "it is an option of ZeRO stage 3; write it into config, under zero_optimization"
+_NVME = "it is for NVMe offload, whose gradients RequestZeRO cannot sum; leave it out"
 
 NOT_APPLICABLE = {
-    "zero_optimization": 'RequestZeRO is ZeRO 1 or 2; use strategy="ddp" to train without ZeRO',
-    "offload_optimizer_device": "ZeRO 1 and 2 offload the optimizer to the CPU only; leave it out",
+    "zero_optimization": 'RequestZeRO is ZeRO 1, 2 or 3; use strategy="ddp" to train without ZeRO',
+    "offload_optimizer_device": "RequestZeRO offloads the optimizer to the CPU only; leave it out",
     "remote_device": _STAGE_3,
-    "offload_parameters": _STAGE_3,
     "offload_params_device": _STAGE_3,
-    "params_buffer_count": _STAGE_3,
-    "params_buffer_size": _STAGE_3,
-    "max_in_cpu": _STAGE_3,
-    "sub_group_size": _STAGE_3,
-    "load_full_weights": _STAGE_3,
+    "params_buffer_count": _NVME,
+    "params_buffer_size": _NVME,
+    "max_in_cpu": _NVME,
+    "sub_group_size": _IN_CONFIG,
+    "load_full_weights": "a checkpoint of ZeRO stage 3 holds the parts of all ranks; leave it out",
     "nvme_path": _NVME,
     "optimizer_buffer_count": _NVME,
     "block_size": _NVME,
@@ -74,7 +74,7 @@ NOT_APPLICABLE = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise where an option is not one of ``DeepSpeedStrategy``, or has no effect under ZeRO 1 and 2.
+    """Raise where an option is not one of ``DeepSpeedStrategy``, or has no effect here.
 
     Raises:
         TypeError: an unknown name.

@@ -43,8 +43,15 @@ if TYPE_CHECKING:
     from requestzero.zero.common.partition_traffic import PartitionTraffic
 
 
+_OFFLOADED = {
+    1: " with the optimizer on the CPU",
+    2: " with the optimizer on the CPU",
+    3: " with the optimizer and the weights on the CPU",
+}
+
+
 class RequestZeRO(EngineBuildingStrategy, NotesArguments):
-    """ZeRO 1 or 2 in which every optimizer step applies exactly the sum of its window's requests.
+    """ZeRO 1, 2 or 3 in which every optimizer step applies exactly the sum of its window's requests.
 
     A *request* is one or more micro-batches, an *update window* all requests between two optimizer steps. Every batch
     is a request of one micro-batch and ``Trainer(accumulate_grad_batches=N)`` makes N requests an update, unless the
@@ -62,6 +69,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
         stage: See :class:`~requestzero.config.options.RequestZeROSettings` for this and the options up to
             ``overflow``.
         offload_optimizer: Master weights and optimizer step on the CPU.
+        offload_parameters: Stage 3: this rank's part of the weights on the CPU while nothing needs it.
         retain_gpu_grad_partition_until_step: True trades device memory between requests for copies, ``"auto"`` while
             there is enough of it; needs offload, and fp32 accumulation on a 16-bit model.
         grad_accum_dtype: dtype of the window's running sum.
@@ -82,7 +90,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
         gradients_in_hooks: Whether ``p.grad`` can be read and changed in ``on_before_optimizer_step`` and
             ``configure_gradient_clipping``.
         compare_weights: Whether weights that were written through ``param.data`` count.
-        **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something under ZeRO 1 and 2. Its
+        **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something here. Its
             loss-scale options are another way to write those of ``overflow``.
 
     Raises:
@@ -110,6 +118,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
         log_metrics: bool = True,
         reduce_gradients_at: str | None = None,
         rank_agreement: bool = True,
+        offload_parameters: bool = False,
         rank_dependent_parameters: bool = False,
         gradients_in_hooks: bool = True,
         compare_weights: bool = True,
@@ -120,6 +129,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
         own: dict[str, Any] = {
             "stage": stage,
             "offload_optimizer": offload_optimizer,
+            "offload_parameters": offload_parameters,
             "retain_gpu_grad_partition_until_step": retain_gpu_grad_partition_until_step,
             "grad_accum_dtype": grad_accum_dtype,
             "normalization": normalization,
@@ -157,15 +167,17 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register our own names, and not Lightning's. Doing it again changes nothing."""
-        for stage in (1, 2):
+        for stage in (1, 2, 3):
             for offload in (False, True):
+                parameters = {"offload_parameters": True} if offload and stage == 3 else {}
                 strategy_registry.register(
                     f"{cls.strategy_name}_{stage}" + "_offload" * offload,
                     cls,
-                    description=f"Request-safe DeepSpeed ZeRO {stage}" + " with the optimizer on the CPU" * offload,
+                    description=f"Request-safe DeepSpeed ZeRO {stage}" + _OFFLOADED[stage] * offload,
                     override=True,
                     stage=stage,
                     offload_optimizer=offload,
+                    **parameters,
                 )
 
     # --- what users read and call ---------------------------------------------------------------------------

@@ -1,3 +1,5 @@
+from typing import Any
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -5,3 +7,33 @@ def _dist_allgather_fn(
     input_tensor: torch.Tensor, output_tensor: torch.Tensor, group: ProcessGroup | None = None
 ) -> object:
     """Begins a gather of weights; of the work that it returns only ``wait()`` is called."""
+
+class InsertPostInitMethodToModuleSubClasses:
+    def __enter__(self) -> Any:
+        """Patches the constructors of modules."""
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
+        """Takes the patches away again."""
+
+class Init(InsertPostInitMethodToModuleSubClasses):
+    """Cuts the parameters of modules that are built within it over the ranks."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None = None,
+        data_parallel_group: ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = ...,
+    ) -> None:
+        """Reads ``zero_optimization`` of the config, and joins the ranks if they are not joined."""

@@ -1,0 +1,174 @@
+"""ZeRO 3 under Lightning: DDP's updates, sharded construction, evaluation, checkpoints, and ranks that part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+from torch.utils.data import DataLoader
+
+from requestzero.lightning import RequestZeRO
+from support.lightning_runs import train
+from support.lightning_spec import Run
+from support.ranks import RankGroup
+from support.setup import KEEP_OPTIMIZER
+
+OFFLOADED = {"stage": 3, "offload_optimizer": True, "offload_parameters": True, "config": KEEP_OPTIMIZER}
+
+
+@pytest.mark.parametrize("options", [{"stage": 3}, OFFLOADED], ids=["device", "offloaded"])
+def test_bit_for_bit(two_ranks: RankGroup, options: dict[str, Any]) -> None:
+    """As DDP and as stage 2, with an evaluation between the epochs."""
+    spec: dict[str, Any] = {"trainer": {"accumulate": 4, "max_epochs": 2}, "validate": True}
+    ddp = two_ranks.run(train, Run(strategy="ddp", **spec))
+    stage_2 = two_ranks.run(train, Run(**spec))
+    for want, other, got in zip(ddp, stage_2, two_ranks.run(train, Run(options=options, **spec)), strict=True):
+        for name in ("weights", "norm", "lr", "step", "batch"):
+            assert [row[name] for row in got["updates"]] == [row[name] for row in want["updates"]]
+        assert got["weights"] == want["weights"] == other["weights"]
+        assert (got["calls"], got["seen"], got["logged"]) == (other["calls"], other["seen"], other["logged"])
+        assert got["applied"] == got["global_step"] == want["global_step"]
+
+
+class Sharded(LightningModule):
+    """A module whose layer is built in ``configure_model``, sharded at stage 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: torch.nn.Linear | None = None
+        self.fail_at: int | None = None
+        self.was_sharded = False
+
+    def configure_model(self) -> None:
+        if self.layer is None:
+            torch.manual_seed(5)
+            self.layer = torch.nn.Linear(5, 3)
+            self.was_sharded = hasattr(self.layer.weight, "ds_id")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.layer is not None
+        return self.layer(x).square().sum()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.fail_at and self.global_rank == 1:
+            raise OSError("the disk is gone")
+        return self(batch)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self(batch), sync_dist=True)
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def batches(count: int = 4) -> DataLoader[Any]:
+    return DataLoader([torch.full((2, 5), 0.25 * (number + 1)) for number in range(count)], batch_size=None)  # type: ignore[arg-type]
+
+
+def trainer_of(root: Path, epochs: int, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=RequestZeRO(**options),
+        max_epochs=epochs,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=1,
+        default_root_dir=root,
+    )
+
+
+def whole(module: Sharded) -> list[torch.Tensor]:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def resumed(root: Path) -> tuple[bool, list[Any]]:
+    """Two epochs in one, and in two with a checkpoint between; predictions; the checkpoint in one file."""
+    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+    whole_run, first, second = Sharded(), Sharded(), Sharded()
+    trainer_of(root, 2, stage=3).fit(whole_run, batches(), batches(2))
+    trainer = trainer_of(root, 1, stage=3)
+    trainer.fit(first, batches(), batches(2))
+    trainer.save_checkpoint(root / "saved.ckpt")
+    trainer_of(root, 2, stage=3).fit(second, batches(), batches(2), ckpt_path=root / "saved.ckpt")
+    differences = [float((a - b).abs().max()) for a, b in zip(whole(whole_run), whole(second), strict=True)]
+    predictor = trainer_of(root, 1, stage=3)
+    predicted = predictor.predict(second, batches(2))
+    assert predicted is not None
+    if torch.distributed.get_rank() == 0:
+        convert_zero_checkpoint_to_fp32_state_dict(root / "saved.ckpt", str(root / "one.pt"))
+    torch.distributed.barrier()
+    state = torch.load(root / "one.pt", weights_only=False)["state_dict"]
+    return whole_run.was_sharded, [*differences, len(predicted), sorted(state), tuple(state["layer.weight"].shape)]
+
+
+def test_sharded_modules_checkpoints_and_predictions(two_ranks: RankGroup, tmp_path: Path) -> None:
+    for sharded, found in two_ranks.run(resumed, tmp_path):
+        assert sharded
+        assert found == [0.0, 0.0, 2, ["layer.bias", "layer.weight"], (3, 5)]
+
+
+def failing(root: Path) -> str:
+    module = Sharded()
+    module.fail_at = 1
+    try:
+        trainer_of(root, 1, stage=3).fit(module, batches(), batches(2))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_training_step_that_raises_on_one_rank(tmp_path: Path) -> None:
+    ranks = RankGroup(2, forked=True)
+    try:
+        messages = ranks.run(failing, tmp_path)
+    finally:
+        ranks.stop()
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("RankDisagreementError")
+    assert "rank 1: failed" in messages[0]
+    assert "OSError: the disk is gone" in messages[0]
+
+
+def test_registered_names() -> None:
+    for name, offloaded in (("request_zero_3", False), ("request_zero_3_offload", True)):
+        strategy = StrategyRegistry.get(name)
+        settings = strategy.settings
+        assert (settings.stage, settings.offload_optimizer, settings.offload_parameters) == (3, offloaded, offloaded)
+        zero = strategy.config["zero_optimization"]
+        assert zero.get("offload_param", {}).get("device", "none") == ("cpu" if offloaded else "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 2, "offload_parameters": True}, r"offload_parameters .*does not apply at stage 2.*set stage=3"),
+        ({"stage": 3, "rank_dependent_parameters": True}, r"is not possible at stage 3.*leaf modules"),
+        (
+            {"stage": 3, "offload_optimizer": True, "retain_gpu_grad_partition_until_step": True},
+            r"has no meaning at stage 3",
+        ),
+        ({"stage": 3, "config": {"zero_optimization": {"mics_shard_size": 2}}}, r"mics_shard_size=2 .*MiCS"),
+        ({"stage": 2, "config": {"zero_optimization": {"stage3_max_live_parameters": 1}}}, "belongs to ZeRO stage 3"),
+        ({"stage": 3, "sub_group_size": 10}, r"sub_group_size=10 does not apply.*into config"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RequestZeRO(**options)
+    RequestZeRO(stage=3, config={"zero_optimization": {"stage3_max_live_parameters": 1}})
