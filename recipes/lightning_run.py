@@ -12,6 +12,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from rich.console import Console
 
 from requestzero import RequestZeRO
+from requestzero.config.option_record import FrontEnd, names_in
+from requestzero.config.options import RequestZeROSettings
 from requestzero.planning import PlanStatistics
 from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
 from requestzero.recipes.config_check import zero_settings
@@ -62,7 +64,8 @@ def _choose_matmuls(cfg: Any, console: Console) -> bool:
 def make_strategy(cfg: Any) -> RequestZeRO:
     """Build the strategy of the sections ``zero`` and ``overflow``."""
     settings = zero_settings(cfg)
-    return RequestZeRO(**vars(settings), config=DEEPSPEED_CONFIG)
+    options = {name: getattr(settings, name) for name in names_in(RequestZeROSettings, FrontEnd.LIGHTNING)}
+    return RequestZeRO(**options, config=DEEPSPEED_CONFIG)
 
 
 def make_trainer(cfg: Any, output_dir: Path, console: Console, metrics: UpdateMetrics) -> Trainer:

@@ -10,7 +10,7 @@ import pytest
 from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.translation import to_config
 
-STAGES = r"use one of 1, 2\."
+STAGES = r"use one of 1, 2, 3\."
 BOOLS = r"use true or false\."
 RETAINS = r"use true, false or 'auto'\."
 
@@ -20,6 +20,7 @@ def test_defaults() -> None:
     assert asdict(RequestZeROSettings()) == {
         "stage": 2,
         "offload_optimizer": False,
+        "offload_parameters": False,
         "retain_gpu_grad_partition_until_step": False,
         "grad_accum_dtype": None,
         "normalization": "mean",
@@ -55,7 +56,7 @@ def test_allowed_values_are_kept(name: str, values: tuple[Any, ...]) -> None:
     ("name", "value", "allowed"),
     [
         ("stage", 0, STAGES),
-        ("stage", 3, STAGES),
+        ("stage", 4, STAGES),
         ("stage", "2", STAGES),
         ("stage", True, STAGES),
         ("stage", None, STAGES),

@@ -117,7 +117,8 @@ def test_the_demo_is_what_it_says() -> None:
 def test_the_schema_is_derived_from_the_settings(config: type, settings: type) -> None:
     given = {item.name: item.default for item in dataclasses.fields(config)}
     owned = {item.name: item.default for item in dataclasses.fields(settings) if item.name != "overflow"}
-    assert given == owned
+    elsewhere = {"rank_dependent_micro_batches"}  # of Accelerate and the engine: the recipes' loaders plan equal ones
+    assert given == {name: default for name, default in owned.items() if name not in elsewhere}
 
 
 def test_a_model_that_cannot_pack_is_told(hugging_face_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

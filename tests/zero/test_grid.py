@@ -122,7 +122,7 @@ COMBINED = [
     for stage, offload in PLACES
     for row in pairwise(stage, f"two ranks, stage {stage}, offload {offload}")
 ]
-TWO_RANKS = ALONE + COMBINED
+TWO_RANKS = list({str(setup): setup for setup in ALONE + COMBINED}.values())
 
 
 def sampled(world_size: int, rows_per_place: int, every: int = 2) -> list[Setup]:

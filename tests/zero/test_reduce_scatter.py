@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,9 +142,10 @@ def collectives(setup: Setup, requestzero: bool, smallest: int = 256) -> dict[st
 def test_a_bucket_is_exchanged_and_not_all_reduced(two_ranks: RankGroup, stage: int, model: str, accum: str) -> None:
     """Half of what DeepSpeed's all-reduce of the same bytes moves."""
     setup = Setup(stage, model=model, accum=accum)
+    at_request = replace(setup, at="request" if stage == 1 else setup.at)
     elements = sum(each.numel() for each in Chain(16, width=8).parameters())
     in_fp32 = model == "fp32" or (stage == 1 and accum == "fp32")
-    ours = two_ranks.run(collectives, setup, True)
+    ours = two_ranks.run(collectives, at_request, True)
     assert ours == [{"all-to-all": (1, elements * (4 if in_fp32 else 2))}] * 2
     if (stage, model, accum) != (1, "bf16", "fp32"):  # DeepSpeed's BF16_Optimizer
         assert two_ranks.run(collectives, setup, False)[0] == {"all-reduce": ours[0]["all-to-all"]}
@@ -164,4 +166,4 @@ def test_unbalanced_buckets_are_all_reduced_by_gloo(three_ranks: RankGroup) -> N
     (seen,) = {str(each) for each in three_ranks.run(collectives, small, True)}
     assert "all-reduce" in seen
     at_once = {"reduce_bucket_size": 256, "overlap_comm": False}
-    assert set(three_ranks.run(collectives, Setup(stage=1, zero=at_once), True)[0]) == {"all-to-all"}, "balanced"
+    assert set(three_ranks.run(collectives, Setup(stage=1, zero=at_once, at="request"), True)[0]) == {"all-to-all"}, "balanced"
