@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.utils.data import DataLoader
 
 from requestzero.lightning import RequestZeRO
+from support.failures import assert_fails
 from support.lightning_runs import train
 from support.lightning_spec import Run
 from support.ranks import RankGroup
@@ -121,6 +123,21 @@ def test_sharded_modules_checkpoints_and_predictions(two_ranks: RankGroup, tmp_p
     for sharded, found in two_ranks.run(resumed, tmp_path):
         assert sharded
         assert found == [0.0, 0.0, 2, ["layer.bias", "layer.weight"], (3, 5)]
+
+
+def weights_only(root: Path, way: str) -> None:
+    trainer = trainer_of(root, 1, stage=3)
+    if way == "callback":
+        trainer.callbacks.append(ModelCheckpoint(root, save_weights_only=True))  # type: ignore[attr-defined]
+    trainer.fit(Sharded(), batches(), batches(2))
+    trainer.save_checkpoint(root / "weights.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize("way", ["trainer", "callback"])
+def test_weights_only_is_refused(two_ranks: RankGroup, tmp_path: Path, way: str) -> None:
+    message = r"^ValueError: A checkpoint with weights only is not possible at stage 3.*single_file FOLDER FILE"
+    assert_fails(two_ranks, message, weights_only, tmp_path, way)
+    assert not list(tmp_path.iterdir())
 
 
 def failing(root: Path) -> str:

@@ -10,9 +10,15 @@ from types import ModuleType
 from typing import Any
 
 from lightning.pytorch import Callback, strategies
-from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, stochastic_weight_avg
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    stochastic_weight_avg,
+)
 from lightning.pytorch.callbacks.stochastic_weight_avg import StochasticWeightAveraging
 
+from requestzero.lightning.checkpointing import check_saves_weights_only
 from requestzero.zero.patch import patched
 
 _CHECKS: dict[type[Callback], tuple[str, ModuleType]] = {
@@ -26,9 +32,11 @@ class _NoStrategy:
     """No strategy is of this type."""
 
 
-def check_callbacks(callbacks: Iterable[Callback]) -> None:
+def check_callbacks(callbacks: Iterable[Callback], stage: int) -> None:
     """Raise ValueError for a callback that ZeRO cannot serve."""
     for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
+            check_saves_weights_only(stage)
         if isinstance(callback, BaseFinetuning):
             raise ValueError(
                 f"{type(callback).__name__} adds parameters to the optimizer in the middle of a fit, and ZeRO lays out "

@@ -22,6 +22,16 @@ _RANDOM_STATES = "requestzero_random_states"
 """Key of the random states of all ranks, in rank order, in a checkpoint."""
 
 
+def check_saves_weights_only(stage: int) -> None:
+    """Raise ValueError at stage 3, where a ``state_dict`` holds no weights: every rank has a part of each."""
+    if stage == 3:
+        raise ValueError(
+            "A checkpoint with weights only is not possible at stage 3, where every rank holds a part of each weight: "
+            "save a full one (weights_only=False, ModelCheckpoint(save_weights_only=False)) and make one file of its "
+            "folder with `python -m requestzero.lightning.single_file FOLDER FILE`."
+        )
+
+
 class Checkpointing:
     """Work around the saving and loading of a strategy's checkpoints.
 
@@ -54,10 +64,11 @@ class Checkpointing:
         """
         engine = self._driver.engine
         if engine is None and self._driver.has_trained:
+            instead = ", or save the weights with trainer.save_checkpoint(path, weights_only=True)"
             raise RuntimeError(
                 "An evaluation has put an engine without an optimizer in the place of the trained one, so that the "
                 "checkpoint would have no optimizer state to resume from: save it before trainer.validate, test or "
-                "predict, or save the weights with trainer.save_checkpoint(path, weights_only=True)."
+                f"predict{instead * (self._driver.stage < 3)}."
             )
         if engine is not None:  # before any other collective, in which a rank alone would wait for ever
             engine.agreement.before_checkpoint("saves")

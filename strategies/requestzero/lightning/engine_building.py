@@ -86,7 +86,7 @@ class EngineBuildingStrategy(DeepSpeedStrategy):
         """
         assert self.lightning_module is not None
         callbacks: list[pl.Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        check_callbacks(callbacks)
+        check_callbacks(callbacks, self.settings.stage)
         let_in(callbacks)
         use_deepspeed_device(self.root_device)
         DDPStrategy.setup_environment(self)

@@ -28,7 +28,7 @@ from requestzero.environment.versions import require_supported_deepspeed
 from requestzero.lightning import checks
 from requestzero.lightning import config as configs
 from requestzero.lightning.callback_checks import let_go
-from requestzero.lightning.checkpointing import Checkpointing
+from requestzero.lightning.checkpointing import Checkpointing, check_saves_weights_only
 from requestzero.lightning.engine_building import EngineBuildingStrategy
 from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.loops import extend_loops
@@ -370,13 +370,15 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
     def save_checkpoint(self, checkpoint: dict, filepath: _PATH, storage_options: Any | None = None) -> None:
         """Save between windows, with all ranks' random states and the ``state_dict`` that hooks have left. Collective.
 
-        ``weights_only`` makes one file in Lightning's own format, as DDP does.
+        ``weights_only`` makes one file in Lightning's own format, as DDP does, at stages 1 and 2.
 
         Raises:
             RuntimeError: an update window is open, or an evaluation has taken the trained engine away.
+            ValueError: ``weights_only`` at stage 3.
             RankDisagreementError: another rank does something else.
         """
         if "optimizer_states" not in checkpoint:
+            check_saves_weights_only(self.settings.stage)
             DDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
             return
         checkpoint = self._checkpointing.before_save(checkpoint, self.root_device)

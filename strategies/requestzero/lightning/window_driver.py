@@ -100,6 +100,11 @@ class WindowDriver:
         return engine
 
     @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return self._owner.settings.stage
+
+    @property
     def trainer(self) -> pl.Trainer:
         """The Trainer that the strategy's module is attached to."""
         assert self._owner.lightning_module is not None
