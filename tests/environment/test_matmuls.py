@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from requestzero.environment import matmul_speed
 from requestzero.environment.fp32_matmuls import Fp32Matmuls, run_in_fp32
@@ -31,6 +35,59 @@ def test_a_linear_layer_and_its_gradients_are_those_of_fp32_rounded_once(dtype: 
     assert torch.equal(x.grad, (upstream @ weight).to(dtype))
     assert torch.equal(layer.weight.grad, (upstream.t() @ inputs).to(dtype))
     assert torch.equal(layer.bias.grad, (upstream.sum(0)).to(dtype))
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor, reentrant: bool | None = None) -> torch.Tensor:
+        return self.inner(x) if reentrant is None else checkpoint(self.inner, x, use_reentrant=reentrant)
+
+
+def checkpointed() -> Checkpointed:
+    torch.manual_seed(0)
+    model = Checkpointed().bfloat16()
+    run_in_fp32(model)
+    return model
+
+
+def copied(model: Checkpointed, how: str) -> Checkpointed:
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    copied: Checkpointed = pickle.loads(pickle.dumps(model))
+    return copied
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_computes_in_fp32_with_its_own_weights(how: str) -> None:
+    model, x = checkpointed(), torch.randn(8, 64).bfloat16()
+    copy_of_it = copied(model, how)
+    assert torch.equal(copy_of_it(x), model(x))
+    with torch.no_grad():
+        copy_of_it.inner[2].weight.zero_()
+        copy_of_it.inner[2].bias.zero_()
+    assert not copy_of_it(x).any()
+    assert model(x).any()
+
+
+def test_a_second_call_changes_nothing() -> None:
+    model = checkpointed()
+    forward = model.forward
+    run_in_fp32(model)
+    assert model.forward is forward
+    assert list(inspect.signature(model.forward).parameters) == ["x", "reentrant"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_module_is_recomputed_in_fp32(reentrant: bool) -> None:
+    plain, model = checkpointed(), checkpointed()
+    x = torch.randn(8, 64).bfloat16().requires_grad_()
+    plain(x).sum().backward()
+    model(x, reentrant=reentrant).sum().backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
 
 
 PRODUCTS = {

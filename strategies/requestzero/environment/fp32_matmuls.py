@@ -8,13 +8,14 @@ fp32 and rounds them to the operands' dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial
+from inspect import Signature, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map
 
 PRODUCTS = frozenset(
@@ -59,17 +60,41 @@ class Fp32Matmuls(TorchFunctionMode):
 def run_in_fp32(module: nn.Module) -> None:
     """Make the forward of a module on the CPU, and its backward, compute their matrix products in fp32.
 
+    Every submodule gets this too, so that activation checkpointing, whose recomputation calls submodules outside of the
+    module's own forward, computes in fp32 as well. A checkpointed function that calls no module does so within
+    :class:`Fp32Matmuls` only where it opens the block itself. A second call changes nothing; copies and pickles of the
+    module keep it.
+
     Args:
         module: whose ``forward`` is replaced; parameters, their names and their dtype stay.
     """
-    forward = module.forward
+    for part in module.modules():
+        if not isinstance(part, torch.jit.ScriptModule) and not isinstance(part.forward, _Fp32Forward):
+            part.forward = _Fp32Forward(part)  # type: ignore[method-assign]
 
-    @wraps(forward)
-    def forward_in_fp32(*args: Any, **kwargs: Any) -> Any:
+
+class _Fp32Forward:
+    """A module's forward in fp32. It holds the module and not its bound method, so that a copy's calls the copy."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._replaced = vars(module).get("forward")
+        """A ``forward`` that the module itself had, in the place of its class's."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(mode, Fp32Matmuls) for mode in _get_current_function_mode_stack()):
+            return self._forward(*args, **kwargs)
         with Fp32Matmuls():
-            return forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
 
-    module.forward = forward_in_fp32  # type: ignore[method-assign]
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        return self._replaced or partial(type(self._module).forward, self._module)
+
+    @property
+    def __signature__(self) -> Signature:
+        """The signature of the forward, in which libraries look for arguments."""
+        return signature(self._forward)
 
 
 def _sixteen_bit_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
