@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from accelerate import DeepSpeedPlugin
 
+from requestzero.run.__main__ import DESCRIPTION
+from requestzero.run.adoption import Adoption
 from support import adopted_facts, unchanged_loop
 from support.paths import ACCELERATE_CONFIGS
 from support.scripts import finish, start_module
@@ -54,6 +58,27 @@ def test_other_stages_are_told_once(output: str) -> None:
     assert len(told) == len(set(told)) == 2
     for stage, line in zip((3, 0), told, strict=True):
         assert f"an engine stays DeepSpeed's own. zero_optimization.stage={stage} was asked" in line
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"config": {}, "config_params": {}}, "Its config is given in config and in config_params: give one"),
+        ({}, "Its config is given nowhere: give one"),
+        ({"config": "nowhere.json"}, "config names the file 'nowhere.json', which does not exist."),
+        ({"args": SimpleNamespace(deepscale_config="old.json")}, "Its config is in args.deepscale_config, which"),
+    ],
+    ids=["twice", "nowhere", "no file", "old name"],
+)
+def test_an_unread_config_is_told(given: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not Adoption()._adopts_call(given)
+    assert f"requestzero.run: an engine stays DeepSpeed's own. {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_stages_of_initialize_are_those_that_the_help_names(stage: int) -> None:
+    assert Adoption()._adopts_call({"config": {"zero_optimization": {"stage": stage}}})
+    assert "deepspeed.initialize at stages 1\nto 3" in DESCRIPTION
 
 
 def test_a_bare_accelerator_under_accelerate_launch(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ if __name__ == "__main__":
     threading.Thread(target=lambda: show("thread", pickle.loads(pickle.dumps(Found(5))).value)).start()
     what = sys.argv[1] if len(sys.argv) > 1 else ""
     if what == "exit": sys.exit(7)
+    if what == "done": sys.exit(0)
     if what == "text": sys.exit("no more")
     if what == "error":
         def deeper(): raise ValueError("so it is")
@@ -96,8 +97,10 @@ def test_it_behaves_as_without(place: Path, program: tuple[str, ...]) -> None:
     assert expected[1] or expected[2]
 
 
-def test_it_says_that_nothing_was_adopted(place: Path) -> None:
-    run = subprocess.run([sys.executable, *RUN, "script.py"], cwd=place, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("arguments", [(), ("done",)], ids=["to its end", "to sys.exit(0)"])
+def test_it_says_that_nothing_was_adopted(place: Path, arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, *RUN, "script.py", *arguments]
+    run = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0
     assert "requestzero.run: nothing became request-safe: the program has built no DeepSpeedPlugin" in run.stderr
 

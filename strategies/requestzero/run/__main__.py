@@ -9,9 +9,9 @@ from requestzero.run.adoption import Adoption
 from requestzero.run.program import run_module, run_script
 
 DESCRIPTION = """\
-Runs a Python program unchanged, with request-safe optimizers in the place of DeepSpeed's ZeRO 1 and 2: every
-DeepSpeedPlugin, whoever builds it (Accelerate, transformers' TrainingArguments, TRL), and deepspeed.initialize. Other
-stages stay DeepSpeed's own, which is said once. The program sees its own arguments and its own __main__."""
+Runs a Python program unchanged, with request-safe optimizers in the place of DeepSpeed's: every DeepSpeedPlugin of
+stage 1 or 2, whoever builds it (Accelerate, transformers' TrainingArguments, TRL), and deepspeed.initialize at stages 1
+to 3. Whatever else stays DeepSpeed's own is said once. The program sees its own arguments and its own __main__."""
 
 EPILOG = """\
 examples:
@@ -24,10 +24,15 @@ def main(arguments: list[str]) -> None:
     given = _parser().parse_args(arguments)
     adoption = Adoption(initialize=not given.no_initialize)
     adoption.install()
-    if given.module:
-        run_module(given.module, given.arguments)
-    else:
-        run_script(given.arguments[0], given.arguments[1:])
+    try:
+        if given.module:
+            run_module(given.module, given.arguments)
+        else:
+            run_script(given.arguments[0], given.arguments[1:])
+    except SystemExit as error:
+        if not error.code:  # the program has succeeded
+            adoption.report()
+        raise
     adoption.report()
 
 

@@ -97,7 +97,7 @@ class Adoption:
             from requestzero.zero.patch import is_replaced
 
             given = inspect.signature(original).bind(*args, **kwargs).arguments
-            if is_replaced(deepspeed, "DeepSpeedEngine") or not self._is_adopted(_config_given(given), given):
+            if is_replaced(deepspeed, "DeepSpeedEngine") or not self._adopts_call(given):
                 return original(*args, **kwargs)
             import requestzero
 
@@ -106,9 +106,15 @@ class Adoption:
 
         deepspeed.initialize = initialize  # type: ignore[attr-defined]
 
-    def _is_adopted(self, config: Mapping[str, Any] | None, given: Mapping[str, Any] | None = None) -> bool:
-        if config is None:
+    def _adopts_call(self, given: Mapping[str, Any]) -> bool:
+        try:
+            config = _config_given(given)
+        except (ValueError, OSError) as error:
+            self._tell(f"an engine stays DeepSpeed's own. {error}")
             return False
+        return self._is_adopted(config, given)
+
+    def _is_adopted(self, config: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> bool:
         reason = reason_to_stay_stock(config, (given or {}).get("model"), of_plugin=given is None)
         if reason is None:
             return True
@@ -155,11 +161,24 @@ def _config_of(plugin: Any) -> dict[str, Any]:
     return config
 
 
-def _config_given(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the config among the arguments of ``deepspeed.initialize``; ``None`` if it cannot be read."""
-    places = given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None)
-    found = [place for place in places if place is not None]
-    try:
-        return load_config(found[0]) if len(found) == 1 else None
-    except (ValueError, FileNotFoundError):
-        return None
+def _config_given(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config among the arguments of ``deepspeed.initialize``.
+
+    Raises:
+        ValueError: there is not one of them, or it is not in a place that is read, or it cannot be read.
+        FileNotFoundError: it names no file.
+    """
+    args = given.get("args")
+    if getattr(args, "deepscale_config", None) is not None:
+        raise ValueError("Its config is in args.deepscale_config, which is not read: call it args.deepspeed_config.")
+    places = {
+        "config": given.get("config"),
+        "config_params": given.get("config_params"),
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    found = {name: place for name, place in places.items() if place is not None}
+    if len(found) != 1:
+        where = "in " + " and in ".join(found) if found else "nowhere"
+        raise ValueError(f"Its config is given {where}: give one, as deepspeed.initialize(config=...).")
+    ((name, place),) = found.items()
+    return load_config(place, name)
