@@ -176,7 +176,7 @@ def test_the_result_counts_what_is_wrong() -> None:
     good = Run("two ranks", [Updates("default", 15, 0)], [Check("a check", True), Check("measured", None, "7")])
     assert (verification(good).status, verification(good).lines()[-1]) == (
         0,
-        "0 of 15 parameter updates are wrong, in 1 configurations (12 s): passed",
+        "0 of 15 parameter updates are wrong, in 1 configurations (12 s): passed; stage 3 is not tested by this",
     )
     bad = Run("others", [Updates("stage=1", 15, 2), Updates("offload=True", 15, 15, "TypeError: no")])
     text = "\n".join(verification(good, bad, different=("a:b",)).lines())

@@ -143,8 +143,10 @@ def test_zero_3_has_a_check_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path
     }
     pretend_deepspeed(monkeypatch, tmp_path, change)
     require_supported_deepspeed()
-    with pytest.raises(ImportError, match=r"DeepSpeedZeroOptimizer_Stage3\.step\. Run: pip"):
+    with pytest.raises(ImportError, match=r"DeepSpeedZeroOptimizer_Stage3\.step\. Run: pip") as raised:
         requestzero.initialize(model=None, config={"zero_optimization": {"stage": 3}})
+    assert "--verify" not in str(raised.value), "which tests stages 1 and 2 only"
+    assert str(raised.value).endswith(f"\n{UNPROVED}=1 lets it run, with a warning.")
 
 
 def test_only_the_newest_release_was_proved_for_zero_3() -> None:

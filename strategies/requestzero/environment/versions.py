@@ -45,10 +45,10 @@ def _require(stage_3: bool) -> None:
     if different and os.environ.get(UNPROVED) == "1":
         _warn(_finding(package, different))
     elif different:
+        # The self-test runs stages 1 and 2.
+        test = "" if stage_3 else "Or test the installed version on this machine: python -m requestzero.doctor --verify. "
         raise ImportError(
-            f"{_finding(package, different)} Run: {pip_line()}\n"
-            "Or test the installed version on this machine: python -m requestzero.doctor --verify. "
-            f"{UNPROVED}=1 lets it run, with a warning."
+            f"{_finding(package, different)} Run: {pip_line()}\n{test}{UNPROVED}=1 lets it run, with a warning."
         )
 
 

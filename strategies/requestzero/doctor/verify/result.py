@@ -94,7 +94,8 @@ class Verification:
             found.append(f"DeepSpeed: {len(self.different)} definitions are not those that were proved.")
         configurations = sum(len(run.updates) for run in self.runs)
         total = f"{self.wrong} of {self.updates} parameter updates are wrong, in {configurations} configurations"
-        return [*found, f"{total} ({self.seconds:.0f} s): {'passed' if self.passed else 'FAILED'}"]
+        outcome = "passed" if self.passed else "FAILED"
+        return [*found, f"{total} ({self.seconds:.0f} s): {outcome}; stage 3 is not tested by this"]
 
 
 def _lines_of(run: Run) -> list[str]:
