@@ -45,8 +45,8 @@ def _require(stage_3: bool) -> None:
     if different and os.environ.get(UNPROVED) == "1":
         _warn(_finding(package, different))
     elif different:
-        # The self-test runs stages 1 and 2.
-        test = "" if stage_3 else "Or test the installed version on this machine: python -m requestzero.doctor --verify. "
+        self_test = "Or test the installed version on this machine: python -m requestzero.doctor --verify. "
+        test = "" if stage_3 else self_test  # which runs stages 1 and 2
         raise ImportError(
             f"{_finding(package, different)} Run: {pip_line()}\n{test}{UNPROVED}=1 lets it run, with a warning."
         )
