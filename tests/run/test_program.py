@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -55,7 +56,7 @@ RUN = ("-m", "requestzero.run")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the program as a script, as a module of a package, as a package and as a folder; and other scripts."""
+    """With the program as a script, a module of a package, a package, a folder and archives; and other scripts."""
     folder = tmp_path_factory.mktemp("programs")
     (folder / "package").mkdir()
     (folder / "package" / "__init__.py").touch()
@@ -63,6 +64,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / path).write_text(PROBE)
     (folder / "folder with spaces").mkdir()
     (folder / "folder with spaces" / "__main__.py").write_text(PROBE)
+    for archive in ("archive.zip", "archive.pyz"):
+        with ZipFile(folder / archive, "w") as file:
+            file.writestr("__main__.py", PROBE)
     (folder / "wrong.py").write_text("x = 1\ny = = 2\n")
     return folder
 
@@ -80,6 +84,8 @@ def play(place: Path, *command: str) -> tuple[int, list[str], list[str]]:
         ("-m", "package.module", "--no-initialize"),
         ("-m", "package", "exit"),
         ("folder with spaces", "text"),
+        ("archive.zip", "exit"),
+        ("archive.pyz", "a"),
         ("script.py", "error"),
         ("-m", "package.module", "error"),
         ("script.py", "hook"),

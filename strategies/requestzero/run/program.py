@@ -27,8 +27,9 @@ def run_script(path: str, arguments: list[str]) -> None:
         SystemExit: there is no such file; and whatever the program raises.
     """
     sys.argv[:] = [path, *arguments]
-    finder = None if Path(path).is_file() and not _is_archive(path) else pkgutil.get_importer(path)
-    spec = finder.find_spec("__main__") if isinstance(finder, importlib.abc.PathEntryFinder) else None
+    finder = None if Path(path).is_file() and not _is_archive(path) else pkgutil.get_importer(os.path.abspath(path))
+    # The finder of archives is no subclass of importlib's.
+    spec = finder.find_spec("__main__") if finder is not None and hasattr(finder, "find_spec") else None
     if spec is not None:
         _put_first(os.path.abspath(path))
         _execute(_code_of(spec), _main_of_module(spec))
