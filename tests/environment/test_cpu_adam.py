@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import signal
 import subprocess
@@ -117,6 +118,31 @@ def test_one_process_compiles_and_the_others_wait(builds: list[Path]) -> None:
             cpu_adam.compile_cpu_adam(lines.append)
     assert lines == ["Waiting for another process, which compiles DeepSpeed's CPU Adam."]
     assert builds == []
+
+
+def test_the_builder_of_a_killed_process_is_waited_for(builds: list[Path]) -> None:
+    lines: list[str] = []
+    lock = cpu_adam.build_folder() / "lock"
+    lock.parent.mkdir(parents=True)
+    with builder_with(lock) as builder, lock.parent.with_name("cpu_adam.builder").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Timer(0.3, lambda: fcntl.flock(held, fcntl.LOCK_UN)).start()
+        threading.Timer(0.6, builder.kill).start()
+        cpu_adam.compile_cpu_adam(lines.append)
+    assert [line.split(" ")[0] for line in lines] == ["Waiting", "Waiting", "Removed", "Compiling", "DeepSpeed's"]
+    assert len(builds) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_told(number: int, builds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, "no locks")
+
+    lines: list[str] = []
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    cpu_adam.compile_cpu_adam(lines.append)
+    assert lines[0].endswith("cannot be locked (no locks): another process may compile at the same time.")
+    assert len(builds) == 1
 
 
 def test_a_build_of_deepspeeds_own_is_waited_for_and_its_lock_removed(builds: list[Path]) -> None:

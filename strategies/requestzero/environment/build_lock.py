@@ -1,4 +1,7 @@
-"""PyTorch's lock of a folder in which an extension is built: whether its builder is alive, by who has it open."""
+"""PyTorch's lock of a folder in which an extension is built: whether its builder is alive, by who has it open.
+
+Processes of another container are not seen: containers must not share the folder (``TORCH_EXTENSIONS_DIR``).
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ is killed meanwhile leaves PyTorch's lock file behind, for which every later use
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -25,6 +26,8 @@ get_accelerator().create_op_builder("CPUAdamBuilder").load(verbose=False)
 """
 _LAST = 1500
 """Characters of a failed build's log in its error."""
+_WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of a file system that has no locks."""
 _PAUSE = 0.2
 """Seconds between two looks at a lock."""
 
@@ -54,10 +57,11 @@ def compile_cpu_adam(tell: Callable[[str], None] = say) -> None:
     with _one_at_a_time(folder.with_name("cpu_adam.builder"), tell) as waited:
         if _is_compiled(stamp):
             return
-        log = folder.with_name("cpu_adam.log")
-        if waited:  # the process before this one has failed, and this one would too
+        log, lock = folder.with_name("cpu_adam.log"), folder / "lock"
+        # The process before this one was killed, if its builder is still at work; else it failed, as this one would.
+        if waited and lock_state(lock) is LockState.FREE:
             raise _failure(log)
-        _clear_lock(folder / "lock", tell)
+        _clear_lock(lock, tell)
         tell("Compiling DeepSpeed's CPU Adam, once: 20 seconds to some minutes.")
         begun = time.monotonic()
         if _build(log) != 0:
@@ -106,15 +110,22 @@ def _installed_with_deepspeed() -> bool:
 
 @contextmanager
 def _one_at_a_time(path: Path, tell: Callable[[str], None]) -> Iterator[bool]:
-    """Hold a lock of the kernel, which ends with its process; yield true if another process had it first."""
+    """Hold a lock of the kernel, which ends with its process; yield true if another process had it first.
+
+    On a file system without such locks the block runs without one: PyTorch's own lock remains.
+    """
     with path.open("w") as file:
+        waited = False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            waited = False
         except BlockingIOError:
             tell("Waiting for another process, which compiles DeepSpeed's CPU Adam.")
             fcntl.flock(file, fcntl.LOCK_EX)
             waited = True
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+            tell(f"{path} cannot be locked ({error.strerror}): another process may compile at the same time.")
         yield waited
 
 
