@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
+from requestzero.lightning.module_state import has_extra_state, is_changed
 from requestzero.lightning.single_file import main, to_single_file
 from support.failures import assert_fails
 from support.lightning_data import rank
@@ -160,3 +161,19 @@ def test_a_fit_does_not_resume_from_one_file(two_ranks: RankGroup, tmp_path: Pat
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is not the folder of a checkpoint of RequestZeRO"):
         to_single_file(tmp_path, tmp_path / "x")
+
+
+class WithExtraState(torch.nn.Linear):
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"seen": torch.ones(3)}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        pass
+
+
+def test_extra_state_is_no_change_of_the_weights() -> None:
+    module = torch.nn.Sequential(WithExtraState(2, 2))
+    state_dict = module.state_dict()
+    assert has_extra_state(state_dict)
+    assert not is_changed(state_dict, module)
+    assert is_changed({**state_dict, "0.weight": torch.zeros(2, 2)}, module)

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from requestzero.lightning import rng
 from requestzero.lightning.checkpoint_gate import CheckpointGate
-from requestzero.lightning.module_state import CHANGED, is_changed, saving
+from requestzero.lightning.module_state import CHANGED, has_extra_state, is_changed, saving
 from requestzero.lightning.window_driver import WindowDriver
 
 _RANDOM_STATES = "requestzero_random_states"
@@ -92,10 +92,12 @@ class Checkpointing:
     def saving_module(self, checkpoint: dict[str, Any], engine: Any) -> Iterator[None]:
         """Let the engine save the ``state_dict`` of ``checkpoint`` where a hook has changed it."""
         state_dict = checkpoint.get("state_dict", {})
-        if not is_changed(state_dict, engine.module):
+        changed = is_changed(state_dict, engine.module)
+        if not changed and not has_extra_state(state_dict):  # extra state may be a hook's: it is not compared
             yield
             return
-        checkpoint[CHANGED] = True
+        if changed:
+            checkpoint[CHANGED] = True
         with saving(engine, state_dict):
             yield
 

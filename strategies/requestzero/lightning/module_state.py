@@ -11,21 +11,34 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 CHANGED = "requestzero_state_dict_changed"
 """Key of a checkpoint whose ``state_dict`` is not the module's: its weights are not those of the master weights."""
 
 
 def is_changed(state_dict: Mapping[str, Any], module: torch.nn.Module) -> bool:
-    """Return whether a hook has replaced, left out or added something; no values are compared."""
+    """Return whether a hook has replaced, left out or added something; no values are compared.
+
+    Extra state counts by its key only: a module may make it anew at each call.
+    """
     own = module.state_dict()
     if state_dict.keys() != own.keys():
         return True
-    return any(_memory(state_dict[name]) != _memory(value) for name, value in own.items())
+    return any(_memory(state_dict[name]) != _memory(own[name]) for name in own if not _is_extra(name))
+
+
+def has_extra_state(state_dict: Mapping[str, Any]) -> bool:
+    """Return true if a module has put extra state into it."""
+    return any(map(_is_extra, state_dict))
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def _memory(value: Any) -> Any:
-    return (value.data_ptr(), value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+    return (value.data_ptr(), value.shape, value.dtype) if isinstance(value, torch.Tensor) else id(value)
 
 
 @contextmanager
