@@ -12,6 +12,7 @@ import torch
 from support.engines import build, masters, module_weights
 from support.failures import assert_fails
 from support.grid import PLACES, every_place, every_sum
+from support.poison import poisoned_backward
 from support.ranks import RankGroup
 from support.setup import Setup
 from support.windows import ALL, LR, Micro, backward, reference
@@ -160,6 +161,40 @@ def test_masters_that_the_user_sets_win_unless_the_weight_is_written_later(two_r
     for rows in two_ranks.run(set_masters, setup):
         # A write through .data cannot be told from the masters' being set.
         assert rows == [[5.0, 5.0], [5.0, 5.0], [5.0, 5.0], [7.0, 5.0]]
+
+
+def set_before_no_update(setup: Setup, folder: str, skips: bool) -> list[float]:
+    """Set masters; a step that is skipped, or a checkpoint; an update. First elements of what the masters are."""
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    engine = build(setup)
+    window(engine, 0)
+    first, second = list(engine.module.parameters())[:2]
+    for parameter in (first, second):
+        safe_set_full_fp32_param(parameter, torch.full(parameter.shape, 5.0))
+    if skips:
+        poisoned_backward(engine, micro(1), float("inf"), rank=0)
+        engine.step()
+        assert not engine.was_step_applied()
+    else:
+        engine.save_checkpoint(folder)
+    with torch.no_grad():
+        second.fill_(7.0)  # later than its master, so it wins
+    backward(engine, Micro((False, False, *ALL[2:]), 2))
+    engine.step()
+    assert engine.was_step_applied()
+    left = [float(weight.view(-1)[0]) for weight in masters(engine)[:2]]
+    engine.destroy()
+    return left
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("compare", [False, True])
+def test_masters_that_the_user_sets_outlast_a_skipped_step_and_a_save(
+    two_ranks: RankGroup, tmp_path: Path, compare: bool, skips: bool
+) -> None:
+    setup = Setup(model="bf16", config={"requestzero": {"compare_weights": compare}})
+    assert two_ranks.run(set_before_no_update, setup, str(tmp_path), skips) == [[5.0, 7.0]] * 2
 
 
 def saved_and_loaded(setup: Setup, directory: str) -> bool:

@@ -67,6 +67,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
             self.written.adopt()
             result = method(*args, **kwargs)
             self.update_lp_params()
+            self.written.forget_set_masters()
             return result
 
         return call
@@ -238,6 +239,8 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
             with life_cycle.applying(self):
                 self._expose_sums()
                 self.apply_sums(closure)
+                if not self.overflow:
+                    self.written.forget_set_masters()
 
     def apply_sums(self, closure: Any) -> None:
         """Let DeepSpeed's step apply the sums, which are complete."""
@@ -335,6 +338,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         """Also discard the open window: pending gradients belong to the weights before the load."""
         self.discard_window()
         super().load_state_dict(*args, **kwargs)
+        self.written.forget_set_masters()
 
     def check_request(self) -> DroppedRequest | None:
         """Undo the request that has just ended if the window's sum is not finite now (collective, one host read)."""

@@ -64,8 +64,10 @@ class WrittenWeights:
     @torch.no_grad()
     def adopt(self) -> None:
         """Take over what was written since the last call (this rank only; reads nothing from the device)."""
+        taken_over: set[int] = set()
         for group in self._layout.groups:
             moved = self._bring_back(group.index)
+            taken_over |= moved
             masters = self._optimizer.single_partition_of_fp32_groups[group.index].detach()
             rank = dist.get_rank(group=group.process_group)
             weights = self._optimizer.bit16_groups_flat[group.index].narrow(
@@ -73,7 +75,12 @@ class WrittenWeights:
             )
             for start, stop in self._stretches(group, moved):
                 _adopt(weights[start:stop], masters[start:stop])
+        for param_id in [each for each in self._set_masters if each in taken_over or self._counted(each)]:
+            del self._set_masters[param_id]
         self._versions = [param._version for param in self._layout.params]
+
+    def forget_set_masters(self) -> None:
+        """Note that the weights are the masters, rounded. A skipped step, or saving, leaves those that were set."""
         self._set_masters.clear()
 
     def _stretches(self, group: GroupLayout, moved: set[int]) -> Iterator[tuple[int, int]]:
