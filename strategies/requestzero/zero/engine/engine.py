@@ -33,8 +33,8 @@ _SKIPS_IN_CHECKPOINT = "requestzero_skips"
 class RequestZeROEngine(AnnouncingEngine):
     """``DeepSpeedEngine`` for update windows of several requests; built by :func:`requestzero.initialize`.
 
-    Written for DeepSpeed 0.19.8. All ranks run the same number of backwards over the same parameters; where they do
-    not, and unless ``rank_agreement`` is off, all of them raise
+    All ranks run the same number of backwards (any number with ``rank_dependent_micro_batches``) over the same
+    parameters; where they do not, and unless ``rank_agreement`` is off, all of them raise
     :class:`~requestzero.errors.RankDisagreementError`, after which the engine refuses to go on.
     """
 
@@ -147,7 +147,7 @@ class RequestZeROEngine(AnnouncingEngine):
         return super().backward(loss, *args, **kwargs)
 
     def _refuse_after_interruption(self) -> None:
-        """Refuse a backward whose gradients would be added to those of a part of another one, which nothing counts.
+        """Refuse a backward, or a window's end, that would include a part of another backward, which nothing counts.
 
         To be called where no backward runs, so that one which has not ended was interrupted.
         """
@@ -156,7 +156,7 @@ class RequestZeROEngine(AnnouncingEngine):
             raise RuntimeError(
                 "An exception has ended the backward before this one; what it has brought is in the window's sum, or "
                 "a part of its gradients is reduced already: call zero_grad(), which discards the update window, "
-                "before the next backward."
+                "before the next backward or step."
             )
         self.optimizer._backward_active_depth = 0
 
@@ -172,8 +172,16 @@ class RequestZeROEngine(AnnouncingEngine):
         """Count backwards that did not start at an output of the engine, such as of a loss of the bare module.
 
         They are part of the micro-batch before or after them in their request. Where it has none, they are one.
+
+        Raises:
+            RuntimeError: an interrupted backward has left a part of its gradients in a window that holds others; or a
+                gradient has no loss scale.
         """
+        if self.has_pending_gradients:
+            self._refuse_after_interruption()
         if self.optimizer.has_unseen_gradients:
+            if not self.optimizer._grad_acc_hooks:  # where no hook has asked for the loss scale
+                self._refuse_unscaled()
             self._manual_backward_expected = False
             if not self.update_window.request_open:
                 self.agreement.begin_backward(last=False)
@@ -430,7 +438,10 @@ class RequestZeROEngine(AnnouncingEngine):
         """Build the request-safe class in the place of DeepSpeed's."""
         options = self.options
         time = reduction_time(
-            self.zero_optimization_stage(), options.reduce_gradients_at, options.overflow.on_overflow or "skip"
+            self.zero_optimization_stage(),
+            options.reduce_gradients_at,
+            options.overflow.on_overflow or "skip",
+            unequal=options.rank_dependent_micro_batches,
         )
         window_options = WindowOptions(
             reduction=time,
@@ -444,6 +455,11 @@ class RequestZeROEngine(AnnouncingEngine):
         given = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
         with optimizer_classes_in_place(self.zero_optimization_stage(), window_options):
             built = super()._configure_zero_optimizer(optimizer)
+        if not isinstance(built, OPTIMIZER_CLASSES):
+            raise ValueError(
+                "requestzero.initialize was given no optimizer, neither as optimizer= nor in the configuration: give "
+                "one, or call deepspeed.initialize for inference with stage 3."
+            )
         built.check_grad_overflow = self._checks_grad_overflow()
         if options.rank_agreement:
             names = [built.param_names[param] for param in built.layout.params]
