@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_deepspeed_features import accumulation_steps, coalesced, load_and_go_on, universal_checkpoint
 
+import requestzero
 from support.engines import build, masters
 from support.fp16 import fp16_on_cpu, fp16_where_needed
 from support.models import OneWeight, full_grad
@@ -473,6 +474,48 @@ def test_muon(two_ranks: RankGroup, offload: bool) -> None:
     assert_equal(plain, scaled)
     for ours, stock in zip(plain, two_ranks.run(muon, offload, 1, 1.0, False)[0], strict=True):
         torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+
+
+def muon_after_an_overflow() -> list[bool]:
+    """Return true for each of two windows that was applied, of which the first has inf; and for finite weights."""
+    zero = Setup(stage=3, zero={"reduce_scatter": False}).deepspeed_config()["zero_optimization"]
+    engine = build_muon(3, False, "bf16", "bf16", zero_optimization=zero)
+    applied = []
+    for window, factor in enumerate((math.inf, 1.0)):
+        engine.backward(engine(batch(engine, window, 0)) * factor)
+        engine.step()
+        applied.append(engine.was_step_applied())
+    applied.append(all(bool(weight.isfinite().all()) for weight in masters(engine)))
+    engine.destroy()
+    return applied
+
+
+def test_muon_skips_what_is_not_finite(one_rank: RankGroup) -> None:
+    assert one_rank.run(muon_after_an_overflow) == [[False, True, True]]
+
+
+def without_optimizer() -> None:
+    config = Setup(stage=3).deepspeed_config()
+    config.pop("optimizer", None)
+    with pytest.raises(ValueError, match=r"was given no optimizer.*call deepspeed\.initialize for inference"):
+        requestzero.initialize(model=OneWeight(4), config=config)
+
+
+def test_an_optimizer_is_asked_for(one_rank: RankGroup) -> None:
+    one_rank.run(without_optimizer)
+
+
+def one_after_another() -> None:
+    module = OneWeight(4)
+    for _ in range(2):
+        engine = build(setup_of(PLACES["device"], zero=GATHERED), model=module)
+        feed_whole(engine, 3.0)
+        engine.step()
+        engine.destroy()
+
+
+def test_two_engines_of_one_module(one_rank: RankGroup) -> None:
+    one_rank.run(one_after_another)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

@@ -46,9 +46,28 @@ def watch_gathers(optimizer: DeepSpeedZeroOptimizer_Stage3, ranks: Ranks) -> Non
     begin = partial(_begin, getattr(partition_parameters, _GATHER), agreement)
     for param in optimizer.module.parameters():
         gathered: Any = param
-        gathered.all_gather_coalesced = partial(_gather, gathered.all_gather_coalesced, begin)
+        original, _ = _watched(gathered)
+        gathered.all_gather_coalesced = partial(_gather, original, begin)
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     coordinator.reset_step = partial(_reset, coordinator.reset_step, ranks.comm)
+
+
+def unwatch_gathers(optimizer: DeepSpeedZeroOptimizer_Stage3, ranks: Ranks) -> None:
+    """Give parameters back the gathers that :func:`watch_gathers` has replaced for this engine."""
+    for param in optimizer.module.parameters():
+        gathered: Any = param
+        original, agreement = _watched(gathered)
+        if agreement is not None and agreement is ranks.agreement:
+            gathered.all_gather_coalesced = original
+
+
+def _watched(param: Any) -> tuple[Any, Any]:
+    """Return DeepSpeed's gather of a parameter, and the agreement that watches it, or ``None``."""
+    gather = getattr(param, "all_gather_coalesced", None)
+    if isinstance(gather, partial) and gather.func is _gather:
+        original, begin = gather.args
+        return original, begin.args[1]
+    return gather, None
 
 
 def _reset(reset: Callable[[], None], comm: Any) -> None:

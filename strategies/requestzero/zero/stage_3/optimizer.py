@@ -17,6 +17,7 @@ from requestzero.zero.common.streams import current_stream, has_streams, keep_al
 from requestzero.zero.common.window import DroppedRequest, UpdateWindow
 from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow import policy
+from requestzero.zero.stage_3.gathers import unwatch_gathers
 from requestzero.zero.stage_3.gradient_access import gather_whole, write_shard
 from requestzero.zero.stage_3.optimizer_parts import OptimizerParts, build_parts
 from requestzero.zero.stage_3.reduction import owned_parts
@@ -197,8 +198,11 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def _apply_muon_to_accumulated_grads(self) -> None:
-        """Also divide the sums on the device before they become updates, as DeepSpeed does under CPU offload."""
-        if not self.use_muon:
+        """Also divide the sums on the device before they become updates, as DeepSpeed does under CPU offload.
+
+        Not where the step is about to be skipped: momentum would keep what is not finite (DeepSpeed asks in fp16 only).
+        """
+        if not self.use_muon or (self.check_grad_overflow and self.has_overflow()):
             return
         if not self.offload_optimizer:
             self._expose_sums()
@@ -253,6 +257,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     @override
     def destroy(self) -> None:
         """Give up views of the sum first, which DeepSpeed would free as if they were memory of their own."""
+        unwatch_gathers(self, self.ranks)
         if self.sums.host is not None:
             self.sums.host.release()
         super().destroy()
