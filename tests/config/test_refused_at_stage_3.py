@@ -57,3 +57,15 @@ def test_pipelines() -> None:
     model = type("PipelineModule", (torch.nn.Module,), {})()
     with pytest.raises(ValueError, match="The model is a PipelineModule"):
         requestzero.initialize(model=model, config={"zero_optimization": {"stage": 3}})
+
+
+class ModelParallel:
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+
+def test_model_parallelism() -> None:
+    with pytest.raises(ValueError, match=r"mpu was given with 2 model-parallel ranks at stage 3.*use stage 1 or 2"):
+        requestzero.initialize(
+            model=torch.nn.Linear(1, 1), config={"zero_optimization": {"stage": 3}}, mpu=ModelParallel()
+        )

@@ -66,6 +66,22 @@ def _of_experts(config: Mapping[str, Any], model: Any) -> Iterator[str]:
         )
 
 
+def check_model_parallelism(mpu: Any) -> None:
+    """Raise ValueError where ``mpu`` cuts the model over ranks, whose sub-groups at stage 3 may differ in number.
+
+    Args:
+        mpu: a model-parallel unit; one of sequence parallelism alone is allowed.
+    """
+    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        size = getattr(mpu, name)() if hasattr(mpu, name) else 1
+        if size > 1:
+            raise ValueError(
+                f"mpu was given with {size} model-parallel ranks at stage 3, where ranks of different parts of the "
+                "model would reduce norms of different numbers of sub-groups: use stage 1 or 2, or call "
+                "deepspeed.initialize for it."
+            )
+
+
 def check_parameter_offload(config: Mapping[str, Any]) -> None:
     """Raise ValueError where parameters are to be offloaded at a stage that keeps them whole.
 

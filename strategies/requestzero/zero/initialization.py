@@ -13,6 +13,7 @@ from requestzero.config.engine_options import take_engine_options
 from requestzero.config.files import load_config
 from requestzero.config.nested import Config, section_of
 from requestzero.config.stage_3 import STAGE as STAGE_3
+from requestzero.config.stage_3 import check_model_parallelism
 from requestzero.config.supported import check_supported
 from requestzero.environment.cpu_adam import compile_cpu_adam
 from requestzero.environment.versions import require_supported_deepspeed, require_supported_stage_3
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from requestzero.zero.engine import RequestZeROEngine
     from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
+    from requestzero.zero.stage_3.optimizer import RequestZeROStage3Optimizer
 
 
 def initialize(
@@ -40,7 +42,7 @@ def initialize(
     config: Mapping[str, Any] | str | PathLike[str] | None = None,
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | PathLike[str] | None = None,
-) -> tuple[RequestZeROEngine, RequestZeROOptimizer, DataLoader[Any] | None, Any]:
+) -> tuple[RequestZeROEngine, RequestZeROOptimizer | RequestZeROStage3Optimizer, DataLoader[Any] | None, Any]:
     """Build an engine whose steps apply exactly the sum of all requests of an update window. Collective.
 
     The arguments are those of ``deepspeed.initialize``, by the same names. ``engine.step()`` divides by nothing but
@@ -55,7 +57,7 @@ def initialize(
         training_data: a dataset, of which a loader is made.
         lr_scheduler: a scheduler, or a function that makes one of the optimizer.
         distributed_port: TCP port for joining the ranks where they are not joined yet.
-        mpu: a model-parallel unit.
+        mpu: a model-parallel unit; at stage 3 without model parallelism.
         dist_init_required: join the ranks; not given: where they are not joined yet.
         collate_fn: of the loader that is made of ``training_data``.
         config: the DeepSpeed configuration: a dict, an OmegaConf object, or the path of a JSON or YAML file. May also
@@ -67,9 +69,10 @@ def initialize(
         The engine, its optimizer, the loader of ``training_data`` (``None`` without) and the scheduler.
 
     Raises:
-        ImportError: the installed DeepSpeed is not supported.
-        ValueError: the configuration was given in no argument or in several, cannot be read, or asks for stage 0 or 3,
-            ZenFlow, a pipeline module, DeepCompile or the hybrid engine.
+        ImportError: the installed DeepSpeed is not supported, or not at stage 3.
+        ValueError: the configuration was given in no argument or in several, cannot be read, or asks for stage 0,
+            ZenFlow, a pipeline module, DeepCompile, the hybrid engine, or what stage 3 refuses; or stage 3 was given
+            no optimizer, or model parallelism.
         RuntimeError: the configuration's optimizer is DeepSpeed's CPU Adam, and it cannot be compiled.
 
     Example::
@@ -84,6 +87,7 @@ def initialize(
     check_supported(loaded, model)
     if section_of(loaded, "zero_optimization").get("stage") == STAGE_3:
         require_supported_stage_3()
+        check_model_parallelism(mpu)
 
     from requestzero.zero.engine import RequestZeROEngine
     from requestzero.zero.patch import patched

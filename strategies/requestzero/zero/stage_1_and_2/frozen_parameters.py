@@ -44,7 +44,7 @@ def _refusal(name: str, optimizer: Callable[[], HasBackwards | None]) -> Callabl
         raise RuntimeError(
             f"Parameter {name!r} was frozen when the engine was built, so ZeRO has left it out of the optimizer: it "
             "has a gradient now and would never be trained. Let it require grad when the engine is built, and freeze "
-            "it right afterwards (in Lightning in on_train_start): a frozen parameter stays as it is."
+            "it right afterwards (in Lightning in on_train_start): at stages 1 and 2 it then stays as it is."
         )
 
     return refuse

@@ -38,7 +38,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
     optimizer, which updates the partitions.
 
     Built by the engine, which counts micro-batches and requests. It does not save the gradients of an open window, and
-    leaves ZenFlow, ZeRO-3 and pipelines to DeepSpeed.
+    leaves ZenFlow and pipelines to DeepSpeed.
     """
 
     def __init__(self, *args: Any, window_options: WindowOptions | None = None, **kwargs: Any) -> None:
