@@ -455,7 +455,8 @@ class RequestZeROEngine(AnnouncingEngine):
         given = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
         with optimizer_classes_in_place(self.zero_optimization_stage(), window_options):
             built = super()._configure_zero_optimizer(optimizer)
-        if not isinstance(built, OPTIMIZER_CLASSES):
+        is_ours = isinstance(built, OPTIMIZER_CLASSES)
+        if not is_ours:
             raise ValueError(
                 "requestzero.initialize was given no optimizer, neither as optimizer= nor in the configuration: give "
                 "one, or call deepspeed.initialize for inference with stage 3."
