@@ -65,3 +65,32 @@ def test_two_ranks_save_together(two_ranks: RankGroup, tmp_path: Path) -> None:
     for number, (files, calls, _) in enumerate(two_ranks.run(requeued, "stage2", 5, str(tmp_path))):
         assert files == ["hpc_ckpt_1.ckpt"]
         assert calls == (number == 0)
+
+
+class SignalledAlone(Net):
+    """Only one rank gets the signal, in the middle of a window, and the other a little later."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if args[2] == 3 + 2 * self.global_rank:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def requeued_without_agreement(folder: str) -> list[int]:
+    """Numbers of the batches after which a rank has saved."""
+    from requestzero.lightning import RequestZeRO
+
+    saves: list[int] = []
+    handler = signal.getsignal(signal.SIGUSR2)
+    module_of_call = "lightning.pytorch.trainer.connectors.signal_connector.call"
+    with mock.patch.dict(os.environ, {"SLURM_JOB_ID": "77"}), mock.patch(module_of_call, return_value=0):
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        strategy = RequestZeRO(rank_agreement=False)
+        trainer = trainer_of("stage2", strategy=strategy, plugins=[Node()], max_epochs=1, default_root_dir=folder)
+        trainer.save_checkpoint = lambda *_, **__: saves.append(trainer.global_step)  # type: ignore[method-assign]
+        trainer.fit(SignalledAlone(), data())
+    signal.signal(signal.SIGUSR2, handler)
+    return saves
+
+
+def test_rank_0_decides_without_agreement(two_ranks: RankGroup, tmp_path: Path) -> None:
+    assert two_ranks.run(requeued_without_agreement, str(tmp_path)) == [[4], [4]]

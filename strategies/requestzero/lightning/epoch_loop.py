@@ -42,13 +42,17 @@ class WindowEpochLoop(_TrainingEpochLoop):
         """
         driver = driver_of(self.trainer)
         engine = driver.engine
-        if engine is None or not engine.agreement.active:
+        if engine is None:
             super()._broadcast_sigterm_tensor()
             return
         device = self.trainer.strategy.root_device
         signals = _SIGTERM * bool(getattr(self.trainer, "received_sigterm", False)) + _REQUEUE * driver.requeue_is_due
         received = torch.tensor([signals], device=device)
-        engine.agreement.wait_for_batch(torch.distributed.broadcast(received, src=0, async_op=True), device)
+        work = torch.distributed.broadcast(received, src=0, async_op=True)
+        if engine.agreement.active:
+            engine.agreement.wait_for_batch(work, device)
+        else:
+            work.wait()
         signals = int(received.item())
         if signals & _REQUEUE:
             driver.serve_requeue()
@@ -85,7 +89,7 @@ class WindowEpochLoop(_TrainingEpochLoop):
         """Serve a requeue that has waited for the window's end; among several ranks that is up to rank 0."""
         driver = driver_of(self.trainer)
         driver.in_batch = False
-        if driver.requeue_is_due and (driver.engine is None or not driver.engine.agreement.active):
+        if driver.requeue_is_due and self.trainer.world_size == 1:
             driver.serve_requeue()
 
     @override

@@ -25,7 +25,8 @@ class DeferredRequeue:
 
     Args:
         connector: the Trainer's.
-        busy: tells whether a batch is at work or a window is open.
+        busy: tells whether the signal has to wait: a batch is at work, a window is open, or there are several ranks,
+            which it reaches at different moments.
     """
 
     def __init__(self, connector: _SignalConnector, busy: Callable[[], bool]) -> None:

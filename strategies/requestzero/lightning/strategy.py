@@ -328,7 +328,10 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
             if self.settings.offload_optimizer:
                 clear_abandoned_lock()  # an optimizer of the module's may be DeepSpeedCPUAdam, which waits for it
             driver = self.window_driver
-            driver.requeue = DeferredRequeue(trainer._signal_connector, lambda: driver.in_batch or driver.is_open)
+            several = trainer.world_size > 1  # which get the signal at different moments, so that rank 0 decides
+            driver.requeue = DeferredRequeue(
+                trainer._signal_connector, lambda: several or driver.in_batch or driver.is_open
+            )
         super().setup(trainer)
 
     # --- training -------------------------------------------------------------------------------------------
