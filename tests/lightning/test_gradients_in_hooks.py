@@ -40,6 +40,22 @@ def clipping_hook(kind: str) -> list[float]:
     return fitted(kind, Clipping(), gradient_clip_val=LIMIT, accumulate_grad_batches=2)
 
 
+def clipped_and_discarded(kind: str) -> list[float]:
+    """Every second batch is clipped and left out."""
+
+    class Clipping(ManualNet):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            if batch_idx % 2:
+                optimizer.step()
+            else:
+                self.clip_gradients(optimizer, gradient_clip_val=LIMIT, gradient_clip_algorithm="norm")
+            optimizer.zero_grad()
+
+    return fitted(kind, Clipping())
+
+
 def torch_clipping(kind: str) -> list[float]:
     class Clipping(Net):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -81,6 +97,19 @@ def edits(kind: str) -> list[float]:
     return fitted(kind, NoMomentum(), callbacks=[Edits()], accumulate_grad_batches=2)
 
 
+def edits_through_data(kind: str) -> list[float]:
+    """Clips, scales and copies in ways that autograd does not see."""
+
+    class Clipping(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for parameter in self.first.parameters():
+                parameter.grad.data.clamp_(-0.01, 0.01)
+            self.second.weight.grad.data = self.second.weight.grad.data * 0.5
+            self.second.bias.grad.detach().numpy()[:] = 0.25
+
+    return fitted(kind, Clipping(), accumulate_grad_batches=2)
+
+
 def norms(kind: str) -> list[float]:
     """Lightning's own ``grad_norm``, and one's sum of gradients, over a fit with windows."""
     seen: list[float] = []
@@ -94,7 +123,17 @@ def norms(kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "program", [manual_clipping, clipping_hook, torch_clipping, torch_clipping_by_hand, edits, norms]
+    "program",
+    [
+        manual_clipping,
+        clipped_and_discarded,
+        clipping_hook,
+        torch_clipping,
+        torch_clipping_by_hand,
+        edits,
+        edits_through_data,
+        norms,
+    ],
 )
 def test_gradients_in_hooks(two_ranks: RankGroup, program: Program) -> None:
     assert_as_under_ddp(two_ranks, program)

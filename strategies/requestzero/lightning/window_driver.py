@@ -189,6 +189,8 @@ class WindowDriver:
             ValueError: ``normalization="token"``, and the batch has no weight.
             RuntimeError: the window's gradient was clipped already.
         """
+        if not self.is_open:
+            self._clip = None  # it was for a window that has been discarded
         if self._clip is not None:
             raise RuntimeError(
                 "A backward after self.clip_gradients(...) would add a gradient that is not clipped: call it right "

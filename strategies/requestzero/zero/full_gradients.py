@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from deepspeed.utils.tensor_fragment import safe_get_full_grad, safe_set_full_grad
+
+from requestzero.zero.stage_1_and_2.layout import PartitionLayout
 
 if TYPE_CHECKING:
     from requestzero.zero.engine import RequestZeROEngine
@@ -18,8 +20,9 @@ def full_gradients(engine: RequestZeROEngine, normalization: str) -> Iterator[No
     """Let every parameter have the open window's gradient in ``param.grad`` within the block. Collective.
 
     It is summed over the window, averaged over ranks and divided as the step will divide it, in the parameter's dtype.
-    What the block makes of it is what the step applies: in-place changes, another tensor, or ``None``, which is zero.
-    Each rank holds the whole gradient meanwhile. Nothing happens where no gradients are pending. The open request ends.
+    What the block makes of it is what the step applies: in-place changes (also through ``param.grad.data``), another
+    tensor, or ``None``, which is zero. Each rank holds the whole gradient meanwhile. Nothing happens where no gradients
+    are pending. The open request ends. For stages 1 and 2.
 
     Args:
         engine: whose window.
@@ -35,22 +38,35 @@ def full_gradients(engine: RequestZeROEngine, normalization: str) -> Iterator[No
         assert gradient is not None
         param.grad = (gradient / scale).to(param.dtype)
     del whole
-    given = [(param.grad, _version(param.grad)) for param in params]
+    given = [_own_part(engine, param, param.grad) for param in params]
     try:
         yield
     finally:
-        changed = [
-            param.grad is not each or _version(each) != old for param, (each, old) in zip(params, given, strict=True)
-        ]
         left = [param.grad for param in params]
         for param in params:
             param.grad = None
     _, accumulated = engine.get_data_types()
-    for param, gradient, is_changed in zip(params, left, changed, strict=True):
-        if is_changed:
-            new = torch.zeros_like(param) if gradient is None else gradient
-            safe_set_full_grad(param, new.detach().to(accumulated) * scale)
+    new = [torch.zeros_like(param) if each is None else each.detach() for param, each in zip(params, left, strict=True)]
+    now = [_own_part(engine, param, gradient) for param, gradient in zip(params, new, strict=True)]
+    for param, gradient, changed in zip(params, new, _differ(given, now), strict=True):
+        if changed:
+            safe_set_full_grad(param, gradient.to(accumulated) * scale)
 
 
-def _version(gradient: torch.Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
+def _own_part(engine: RequestZeROEngine, param: torch.nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Return a copy of the part of a gradient that this rank's partition has, which is all that it writes."""
+    layout = engine.optimizer.layout
+    assert isinstance(layout, PartitionLayout)
+    param_id = layout.id_of(param)
+    place = layout.groups[layout.group_of[param_id]].owned.get(param_id)
+    assert gradient is not None
+    flat = gradient.detach().flatten()
+    return flat[:0].clone() if place is None else flat[place.start : place.start + place.numel].clone()
+
+
+def _differ(given: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> list[bool]:
+    """Return which have other values; the values, as changes through ``.data`` leave no other trace."""
+    if not given:
+        return []
+    result: list[bool] = torch.stack([(a != b).any() for a, b in zip(given, now, strict=True)]).tolist()
+    return result
