@@ -1,7 +1,8 @@
-"""``Trainer(strategy=RequestZeRO(...))``: update windows of requests in Lightning, with ZeRO 1 and 2.
+"""``Trainer(strategy=RequestZeRO(...))``: update windows of requests in Lightning, with ZeRO 1, 2 and 3.
 
 Importing this module registers the strategy's names with Lightning (``request_zero_1``, ``request_zero_2``,
-``request_zero_1_offload``, ``request_zero_2_offload``). DeepSpeed is imported when a strategy is built.
+``request_zero_3``, ``request_zero_1_offload``, ``request_zero_2_offload``, ``request_zero_3_offload``).
+DeepSpeed is imported when a strategy is built.
 
 What counts updates, and what counts batches:
 

@@ -49,15 +49,14 @@ KEYS = {
 
 _RULES: dict[str, Rule] = {**BUCKET_SIZES, "logging_batch_size_per_gpu": Count(also=AUTO)}
 
-_STAGE_3 = "RequestZeRO builds modules of stage 3 on the device; leave it out, or use offload_parameters=True"
 _IN_CONFIG = "it is an option of ZeRO stage 3; write it into config, under zero_optimization"
 _NVME = "it is for NVMe offload, whose gradients RequestZeRO cannot sum; leave it out"
 
 NOT_APPLICABLE = {
     "zero_optimization": 'RequestZeRO is ZeRO 1, 2 or 3; use strategy="ddp" to train without ZeRO',
     "offload_optimizer_device": "RequestZeRO offloads the optimizer to the CPU only; leave it out",
-    "remote_device": _STAGE_3,
-    "offload_params_device": _STAGE_3,
+    "remote_device": "RequestZeRO builds modules of stage 3 on the Trainer's device; leave it out",
+    "offload_params_device": "RequestZeRO offloads weights to the CPU only, by offload_parameters=True; leave it out",
     "params_buffer_count": _NVME,
     "params_buffer_size": _NVME,
     "max_in_cpu": _NVME,
