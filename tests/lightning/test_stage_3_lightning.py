@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.utils.data import DataLoader
 
 from requestzero.lightning import RequestZeRO
+from requestzero.lightning.callback_checks import check_callbacks
+from requestzero.lightning.single_file import to_single_file
 from support.failures import assert_fails
 from support.lightning_runs import train
 from support.lightning_spec import Run
@@ -125,6 +128,46 @@ def test_sharded_modules_checkpoints_and_predictions(two_ranks: RankGroup, tmp_p
         assert found == [0.0, 0.0, 2, ["layer.bias", "layer.weight"], (3, 5)]
 
 
+def evaluated(root: Path) -> list[bool]:
+    """Evaluate a folder, and the single file that is made of it; whether with the weights that were saved."""
+    module, trainer = Sharded(), trainer_of(root, 1, stage=3)
+    trainer.fit(module, batches(), batches(2))
+    trainer.save_checkpoint(root / "saved.ckpt")
+    want = whole(module)
+    if torch.distributed.get_rank() == 0:
+        to_single_file(root / "saved.ckpt", root / "one.ckpt")
+    torch.distributed.barrier()
+    found = []
+    for path in ("saved.ckpt", "one.ckpt"):
+        other = Sharded()
+        trainer_of(root, 1, stage=3).validate(other, batches(2), ckpt_path=root / path, verbose=False)
+        found.append(all(torch.equal(a, b) for a, b in zip(whole(other), want, strict=True)))
+    return found
+
+
+def test_evaluation_of_a_checkpoint(two_ranks: RankGroup, tmp_path: Path) -> None:
+    assert two_ranks.run(evaluated, tmp_path) == [[True, True]] * 2
+
+
+def hook_warnings(root: Path) -> list[Any]:
+    """Fit; for each step whether a hook sees no ``p.grad``, and the number of warnings."""
+    seen: list[bool] = []
+
+    class Reading(Sharded):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen.append(all(parameter.grad is None for parameter in self.parameters()))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(root, 1, stage=3).fit(Reading(), batches())
+    texts = [str(each.message) for each in caught]
+    return [seen, sum("Gradients are not available in hooks at stage 3" in text for text in texts)]
+
+
+def test_hooks_see_no_gradients_and_are_told(two_ranks: RankGroup, tmp_path: Path) -> None:
+    assert two_ranks.run(hook_warnings, tmp_path)[0] == [[True, True], 1]
+
+
 def weights_only(root: Path, way: str) -> None:
     trainer = trainer_of(root, 1, stage=3)
     if way == "callback":
@@ -138,6 +181,13 @@ def test_weights_only_is_refused(two_ranks: RankGroup, tmp_path: Path, way: str)
     message = r"^ValueError: A checkpoint with weights only is not possible at stage 3.*single_file FOLDER FILE"
     assert_fails(two_ranks, message, weights_only, tmp_path, way)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging(1e-2), EMAWeightAveraging(decay=0.9)])
+def test_averages_are_refused(callback: Callback) -> None:
+    with pytest.raises(ValueError, match=rf"^{type(callback).__name__} is not possible at stage 3.*stage 1 or 2"):
+        check_callbacks([callback], 3)
+    check_callbacks([callback], 2)
 
 
 def failing(root: Path) -> str:

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    WeightAveraging,
     stochastic_weight_avg,
 )
 from lightning.pytorch.callbacks.stochastic_weight_avg import StochasticWeightAveraging
@@ -37,6 +38,11 @@ def check_callbacks(callbacks: Iterable[Callback], stage: int) -> None:
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
             check_saves_weights_only(stage)
+        if stage == 3 and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} is not possible at stage 3: it averages whole weights, and every rank "
+                "holds a part of each: leave it out, or use stage 1 or 2."
+            )
         if isinstance(callback, BaseFinetuning):
             raise ValueError(
                 f"{type(callback).__name__} adds parameters to the optimizer in the middle of a fit, and ZeRO lays out "

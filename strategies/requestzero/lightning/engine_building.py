@@ -151,7 +151,7 @@ class EngineBuildingStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         assert isinstance(self.model, pl.LightningModule)
         if self.lightning_module.trainer.training:
-            tell_where_gradients_are(self.lightning_module.trainer)
+            tell_where_gradients_are(self.lightning_module.trainer, self.settings.stage)
             self._initialize_deepspeed_train(self.model)
         else:
             self._initialize_deepspeed_inference(self.model)

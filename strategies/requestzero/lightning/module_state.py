@@ -1,7 +1,7 @@
 """The module's ``state_dict`` in a DeepSpeed checkpoint, as the hooks of a Lightning run have left it.
 
 Written for Lightning 2.6.6, which has DeepSpeed save and load the module by itself: hooks see no ``state_dict``.
-At stages 1 and 2 every rank has all weights.
+At stages 1 and 2 every rank has all weights; at stage 3 DeepSpeed loads them into the module.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 CHANGED = "requestzero_state_dict_changed"
 """Key of a checkpoint whose ``state_dict`` is not the module's: its weights are not those of the master weights."""
+
+_RESTORE = "_restore_from_bit16_weights"
 
 
 def is_changed(state_dict: Mapping[str, Any], module: torch.nn.Module) -> bool:
@@ -64,3 +66,19 @@ def capturing(engine: Any) -> Iterator[dict[str, Any]]:
         yield captured
     finally:
         del engine.load_module_state_dict
+
+
+@contextmanager
+def loading_parts(engine: Any) -> Iterator[dict[str, Any]]:
+    """Let an engine of stage 3 load within the block into the module itself, whose parts hooks do not see.
+
+    HACK: DeepSpeed 0.19.8 ends with a method that restores the master weights, which the optimizer of an engine for
+    evaluation lacks, as it has none.
+    """
+    stub = {} if hasattr(engine.optimizer, _RESTORE) else {_RESTORE: lambda: None}
+    vars(engine.optimizer).update(stub)
+    try:
+        yield {}
+    finally:
+        for name in stub:
+            delattr(engine.optimizer, name)

@@ -25,13 +25,24 @@ def to_single_file(checkpoint: str | Path, file: str | Path) -> None:
 
     Raises:
         FileNotFoundError: ``checkpoint`` is no such folder.
+        ValueError: a hook had changed the ``state_dict`` of a stage-3 checkpoint, which holds no whole weights.
     """
     states_file = Path(checkpoint) / "checkpoint" / "mp_rank_00_model_states.pt"
+    stage_3_file = states_file.with_name(f"zero_pp_rank_0_{states_file.name}")
+    is_stage_3 = stage_3_file.is_file()
+    if is_stage_3:
+        states_file = stage_3_file
     if not states_file.is_file():
         raise FileNotFoundError(
             f"{checkpoint} is not the folder of a checkpoint of RequestZeRO: {states_file} is missing."
         )
     states: dict[str, Any] = torch.load(states_file, map_location="cpu", weights_only=False)
+    if is_stage_3 and states.get(CHANGED):
+        raise ValueError(
+            f"{checkpoint} is a checkpoint of ZeRO stage 3 whose state_dict a hook has changed, and which "
+            "holds no whole weights: make a file of the master weights with lightning.pytorch.utilities.deepspeed."
+            "convert_zero_checkpoint_to_fp32_state_dict, and apply the hook's change to it."
+        )
     convert_zero_checkpoint_to_fp32_state_dict(checkpoint, file)
     if states.get(CHANGED):
         result = torch.load(file, map_location="cpu", weights_only=False)

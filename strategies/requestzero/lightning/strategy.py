@@ -32,7 +32,7 @@ from requestzero.lightning.checkpointing import Checkpointing, check_saves_weigh
 from requestzero.lightning.engine_building import EngineBuildingStrategy
 from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.loops import extend_loops
-from requestzero.lightning.module_state import capturing
+from requestzero.lightning.module_state import capturing, loading_parts
 from requestzero.lightning.options import check_options
 from requestzero.lightning.precision import RequestZeROPrecision
 from requestzero.lightning.requeue import DeferredRequeue
@@ -88,7 +88,7 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
             ``training_step`` or callback raises, or whose ``training_step`` returns ``None`` while others' do not.
         rank_dependent_parameters: Whether parameters may take part on some ranks only.
         gradients_in_hooks: Whether ``p.grad`` can be read and changed in ``on_before_optimizer_step`` and
-            ``configure_gradient_clipping``.
+            ``configure_gradient_clipping``. Not at stage 3.
         compare_weights: Whether weights that were written through ``param.data`` count.
         **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something here. Its
             loss-scale options are another way to write those of ``overflow``.
@@ -275,8 +275,8 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
         """Let ``p.grad`` be the open window's gradient in the block, and let its changes count. Collective.
 
         For manual optimization, between the window's last backward and ``opt.step()``; in the hooks before a step it is
-        done already, see ``gradients_in_hooks``. The gradient is summed over the window, averaged over ranks and
-        divided as the step divides it; each rank holds all of it in the block. The open request ends.
+        done already, see ``gradients_in_hooks``. Not at stage 3. The gradient is summed over the window, averaged
+        over ranks and divided as the step divides it; each rank holds all of it in the block. The open request ends.
 
         Example::
 
@@ -392,7 +392,8 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Also give the hooks the ``state_dict``, and keep the random state for the start of a fit. Collective.
 
-        A single file with weights, such as another strategy saves, can be evaluated.
+        A single file with weights, such as another strategy saves, can be evaluated. At stage 3 DeepSpeed puts the
+        parts of a folder's weights into the module itself, and hooks see no ``state_dict``.
 
         Raises:
             ValueError: a single file, in a fit.
@@ -401,7 +402,8 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
         self._checkpointing.before_load(checkpoint_path)
         if Path(checkpoint_path).is_file():
             return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
-        with capturing(self.deepspeed_engine) as captured:
+        loading = loading_parts if self.zero_stage_3 else capturing
+        with loading(self.deepspeed_engine) as captured:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self.engine is not None:
             self._checkpointing.after_load(checkpoint, self.global_rank, self.world_size)
@@ -410,7 +412,10 @@ class RequestZeRO(EngineBuildingStrategy, NotesArguments):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the ``state_dict`` that the hooks have left, where Lightning's version has had DeepSpeed load before."""
-        DDPStrategy.load_model_state_dict(self, checkpoint, strict)
+        if not self.zero_stage_3:
+            DDPStrategy.load_model_state_dict(self, checkpoint, strict)
+        elif "state_dict" in checkpoint:  # of a single file
+            self._restore_zero_state(checkpoint, strict=strict)
 
     @override
     def barrier(self, name: str | None = None) -> None:

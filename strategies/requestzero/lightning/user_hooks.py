@@ -9,6 +9,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+STAGE_3_GRADIENTS = (
+    "every rank holds a part of each gradient, so that p.grad is empty. Read the window's sum, which is not divided "
+    "yet, with deepspeed.utils.safe_get_full_grad on all ranks; to clip by norm, use Trainer(gradient_clip_val=...) or "
+    "self.clip_gradients."
+)
+
 
 def overrides(trainer: pl.Trainer, hook: str) -> bool:
     """Return whether the module or a callback has a hook of its own by this name."""
@@ -27,8 +33,12 @@ def reads_gradients(trainer: pl.Trainer) -> bool:
     return overrides(trainer, "on_before_optimizer_step") or clips_by_itself(trainer)
 
 
-def tell_where_gradients_are(trainer: pl.Trainer) -> None:
+def tell_where_gradients_are(trainer: pl.Trainer, stage: int) -> None:
     """Say once per fit where gradients can be read and changed, if they may be looked for elsewhere."""
+    if stage == 3:
+        if reads_gradients(trainer) or overrides(trainer, "on_after_backward"):
+            rank_zero_warn(f"Gradients are not available in hooks at stage 3: {STAGE_3_GRADIENTS}")
+        return
     if overrides(trainer, "on_after_backward"):
         rank_zero_warn(
             "In on_after_backward p.grad does not hold the gradient, which ZeRO has reduced and divided among the "

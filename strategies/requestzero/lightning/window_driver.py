@@ -22,7 +22,7 @@ from requestzero.data.micro_batch import MicroBatch
 from requestzero.lightning.checks import check_scheduler_frequency
 from requestzero.lightning.current_batch import CurrentBatch
 from requestzero.lightning.requeue import DeferredRequeue
-from requestzero.lightning.user_hooks import reads_gradients
+from requestzero.lightning.user_hooks import STAGE_3_GRADIENTS, reads_gradients
 from requestzero.zero.full_gradients import full_gradients
 from requestzero.zero.metrics import logged_metrics
 
@@ -262,13 +262,19 @@ class WindowDriver:
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """See ``RequestZeRO.gradients``."""
+        """See ``RequestZeRO.gradients``.
+
+        Raises:
+            RuntimeError: at stage 3.
+        """
+        if self.stage == 3:
+            raise RuntimeError(f"strategy.gradients() is not possible at stage 3: {STAGE_3_GRADIENTS}")
         with full_gradients(self._running, self._owner.settings.normalization):
             yield
 
     def gradients_in_hooks(self) -> AbstractContextManager[None]:
-        """Return a block for the hooks before a step: :meth:`gradients`, if one of them is the user's."""
-        wanted = self._owner.settings.gradients_in_hooks and reads_gradients(self.trainer)
+        """Return a block for the hooks before a step: :meth:`gradients`, if one is the user's; none at stage 3."""
+        wanted = self._owner.settings.gradients_in_hooks and self.stage < 3 and reads_gradients(self.trainer)
         return self.gradients() if wanted else nullcontext()
 
     def clip(self, max_norm: float) -> None:
