@@ -166,4 +166,6 @@ def test_unbalanced_buckets_are_all_reduced_by_gloo(three_ranks: RankGroup) -> N
     (seen,) = {str(each) for each in three_ranks.run(collectives, small, True)}
     assert "all-reduce" in seen
     at_once = {"reduce_bucket_size": 256, "overlap_comm": False}
-    assert set(three_ranks.run(collectives, Setup(stage=1, zero=at_once, at="request"), True)[0]) == {"all-to-all"}, "balanced"
+    assert set(three_ranks.run(collectives, Setup(stage=1, zero=at_once, at="request"), True)[0]) == {"all-to-all"}, (
+        "balanced"
+    )
