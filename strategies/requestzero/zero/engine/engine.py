@@ -180,7 +180,7 @@ class RequestZeROEngine(AnnouncingEngine):
         if self.has_pending_gradients:
             self._refuse_after_interruption()
         if self.optimizer.has_unseen_gradients:
-            if not self.optimizer._grad_acc_hooks:  # where no hook has asked for the loss scale
+            if not getattr(self.optimizer, "_grad_acc_hooks", None):  # where no hook has asked for the loss scale
                 self._refuse_unscaled()
             self._manual_backward_expected = False
             if not self.update_window.request_open:
