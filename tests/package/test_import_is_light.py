@@ -114,4 +114,6 @@ def test_the_lightning_module_registers_its_names() -> None:
         "request_zero_2",
         "request_zero_1_offload",
         "request_zero_2_offload",
+        "request_zero_3",
+        "request_zero_3_offload",
     }

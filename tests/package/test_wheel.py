@@ -82,7 +82,7 @@ def test_the_metadata_say_what_is_needed(wheel: zipfile.ZipFile) -> None:
     fields = metadata(wheel)
     assert fields["Requires-Python"] == ">=3.10"
     assert fields["License-Expression"] == "Apache-2.0"
-    assert set(fields.get_all("Provides-Extra", [])) == {"accelerate", "recipes", "cli", "probe", "docs", "dev"}
+    assert set(fields.get_all("Provides-Extra", [])) == {"accelerate", "recipes", "cli", "probe", "trl", "docs", "dev"}
     requirements = map(Requirement, fields.get_all("Requires-Dist", []))
     names = {item.name for item in requirements if "extra" not in str(item.marker)}
     assert {"accelerate", "deepspeed", "lightning", "omegaconf", "torch"} <= names
