@@ -23,7 +23,6 @@ from requestzero.lightning.checks import check_scheduler_frequency
 from requestzero.lightning.current_batch import CurrentBatch
 from requestzero.lightning.requeue import DeferredRequeue
 from requestzero.lightning.user_hooks import STAGE_3_GRADIENTS, reads_gradients
-from requestzero.zero.full_gradients import full_gradients
 from requestzero.zero.metrics import logged_metrics
 
 if TYPE_CHECKING:
@@ -269,6 +268,8 @@ class WindowDriver:
         """
         if self.stage == 3:
             raise RuntimeError(f"strategy.gradients() is not possible at stage 3: {STAGE_3_GRADIENTS}")
+        from requestzero.zero.full_gradients import full_gradients  # imports DeepSpeed
+
         with full_gradients(self._running, self._owner.settings.normalization):
             yield
 
