@@ -63,9 +63,12 @@ def _choose_matmuls(cfg: Any, console: Console) -> bool:
 
 def make_strategy(cfg: Any) -> RequestZeRO:
     """Build the strategy of the sections ``zero`` and ``overflow``."""
-    settings = zero_settings(cfg)
-    options = {name: getattr(settings, name) for name in names_in(RequestZeROSettings, FrontEnd.LIGHTNING)}
-    return RequestZeRO(**options, config=DEEPSPEED_CONFIG)
+    return RequestZeRO(**strategy_options(zero_settings(cfg)), config=DEEPSPEED_CONFIG)
+
+
+def strategy_options(settings: RequestZeROSettings) -> dict[str, Any]:
+    """Return the options that Lightning's strategy has, by name."""
+    return {name: getattr(settings, name) for name in names_in(RequestZeROSettings, FrontEnd.LIGHTNING)}
 
 
 def make_trainer(cfg: Any, output_dir: Path, console: Console, metrics: UpdateMetrics) -> Trainer:

@@ -81,6 +81,7 @@ def lightning(precision: str, **arguments: Any) -> Any:
 def hydra(options: dict[str, Any], precision: str) -> Any:
     """The strategy that the Lightning recipe builds from its command, with the data and model of the tests."""
     from requestzero.recipes.config_check import config_problems, zero_settings
+    from requestzero.recipes.lightning_run import strategy_options
 
     # The test's model gives no weights.
     own = [f"precision={precision}", "zero=stage2", "zero.normalization=mean"]
@@ -88,7 +89,7 @@ def hydra(options: dict[str, Any], precision: str) -> Any:
     problems = [problem for problem in config_problems(cfg) if problem.startswith("overflow.")]
     if problems:
         raise ValueError("\n".join(problems))
-    return lightning(precision, **vars(zero_settings(cfg)))
+    return lightning(precision, **strategy_options(zero_settings(cfg)))
 
 
 def accelerate(precision: str, environment: dict[str, str] | None = None, **arguments: Any) -> Any:

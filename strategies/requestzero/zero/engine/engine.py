@@ -174,14 +174,11 @@ class RequestZeROEngine(AnnouncingEngine):
         They are part of the micro-batch before or after them in their request. Where it has none, they are one.
 
         Raises:
-            RuntimeError: an interrupted backward has left a part of its gradients in a window that holds others; or a
-                gradient has no loss scale.
+            RuntimeError: an interrupted backward has left a part of its gradients in a window that holds others.
         """
         if self.has_pending_gradients:
             self._refuse_after_interruption()
         if self.optimizer.has_unseen_gradients:
-            if not getattr(self.optimizer, "_grad_acc_hooks", None):  # where no hook has asked for the loss scale
-                self._refuse_unscaled()
             self._manual_backward_expected = False
             if not self.update_window.request_open:
                 self.agreement.begin_backward(last=False)

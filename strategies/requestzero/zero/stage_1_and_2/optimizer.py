@@ -41,13 +41,15 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
     leaves ZenFlow and pipelines to DeepSpeed.
     """
 
+    on_unseen_gradient: Callable[[], None] = staticmethod(lambda: None)
+    """Called for every gradient of a backward that the engine does not see."""
+    _unseen: bool = False
+    """Such gradients wait."""
+
     def __init__(self, *args: Any, window_options: WindowOptions | None = None, **kwargs: Any) -> None:
         # Before super(), whose constructor calls methods that are overridden here.
         self.window, self.scale, self.loss_scale_exhausted = UpdateWindow(), StepScale(), False
         self._parts: OptimizerParts | None = None
-        self._unseen = False
-        self.on_unseen_gradient: Callable[[], None] = lambda: None
-        """Called for every gradient of a backward that the engine does not see."""
         super().__init__(*args, **kwargs)
         options = window_options or WindowOptions()
         self._own(build_parts(self, options, lambda: self.window.is_open, self.reduces_after_backward))
@@ -103,19 +105,23 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
 
         So does one of a backward that the engine does not see, since it does not start at an output of the engine.
         """
+        unseen = self._backward_active_depth == 0
+        self._add_to_window(param, unseen)
+        if unseen:
+            self.on_unseen_gradient()
+        elif not self._coalesce_grad_reduction:
+            self.reduction.gradient_arrived(param)
+
+    def _add_to_window(self, param: Any, unseen: bool) -> None:
+        """Prepare the window for a gradient; add it to those of the rank where they wait for a later reduction."""
         if self.rollback is not None:
             self.rollback.save_sums()
-        unseen = self._backward_active_depth == 0
+        self._unseen |= unseen
         if not self.schedule.in_every_backward:
             self.schedule.pending = True
             self.schedule.unfinished |= not unseen
             if not unseen or self.use_grad_accum_attribute:
                 self.local.accumulate(param)  # else ``module.zero_grad()`` takes it back
-        if unseen:
-            self._unseen = True
-            self.on_unseen_gradient()
-        elif not self._coalesce_grad_reduction:
-            self.reduction.gradient_arrived(param)
 
     @property
     def has_unseen_gradients(self) -> bool:
@@ -239,8 +245,12 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
             with life_cycle.applying(self):
                 self._expose_sums()
                 self.apply_sums(closure)
-                if not self.overflow:
-                    self.written.forget_set_masters()
+                self._follow_masters()
+
+    def _follow_masters(self) -> None:
+        """Forget which masters a user has set, once the weights are what a step has made of them."""
+        if not self.overflow:
+            self.written.forget_set_masters()
 
     def apply_sums(self, closure: Any) -> None:
         """Let DeepSpeed's step apply the sums, which are complete."""

@@ -205,12 +205,15 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if not self.use_muon or (self.check_grad_overflow and self.has_overflow()):
             return
         if not self.offload_optimizer:
-            self._expose_sums()
-            for stretch, uses_muon in zip(self.sums.stretches(), self.sub_groups_using_muon, strict=True):
-                if uses_muon:
-                    unscale_and_clip([stretch], float(self.loss_scale), 0.0, 0.0)
+            self._divide_sums_for_muon()
         super()._apply_muon_to_accumulated_grads()
         self.norm.forget()
+
+    def _divide_sums_for_muon(self) -> None:
+        self._expose_sums()
+        for stretch, uses_muon in zip(self.sums.stretches(), self.sub_groups_using_muon, strict=True):
+            if uses_muon:
+                unscale_and_clip([stretch], float(self.loss_scale), 0.0, 0.0)
 
     def _expose_sums(self) -> None:
         """Let DeepSpeed's Muon find the sums of parameters, by sub-group."""
