@@ -63,7 +63,7 @@ class WrittenWeights:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Take over what was written since the last call (this rank only; reads nothing from the device)."""
+        """Take over what was written since the last call (this rank only; offload copies weights to the host)."""
         taken_over: set[int] = set()
         for group in self._layout.groups:
             moved = self._bring_back(group.index)
