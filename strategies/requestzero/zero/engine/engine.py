@@ -256,11 +256,15 @@ class RequestZeROEngine(AnnouncingEngine):
         """True if the next step has something to apply or to skip, backwards that the engine has not seen included."""
         return self.update_window.is_open or self.optimizer.has_unseen_gradients
 
-    def _apply_window(self, lr_kwargs: dict[str, Any] | None, divisor: float | None, normalization: str | None) -> None:
+    def _complete_sums(self) -> None:
+        """Agree to a step, end the open request and reduce what waits (collective)."""
         self._count_unseen_backwards()
         self.agree_to_step()
         self.end_request()
         self.optimizer.reduce_pending()
+
+    def _apply_window(self, lr_kwargs: dict[str, Any] | None, divisor: float | None, normalization: str | None) -> None:
+        self._complete_sums()
         window, scale = self.update_window, float(self.optimizer.loss_scale)
         if not self._choose_divisor(divisor, normalization):
             self._skip_empty_window()
@@ -299,10 +303,7 @@ class RequestZeROEngine(AnnouncingEngine):
         Returns:
             Divisor times loss scale, by which the window's sum is divided; ``None`` for one of zero total weight.
         """
-        self._count_unseen_backwards()
-        self.agree_to_step()
-        self.end_request()
-        self.optimizer.reduce_pending()
+        self._complete_sums()
         if not self._choose_divisor(None, normalization):
             return None
         return float(self.optimizer.loss_scale) * float(self.optimizer.divisor.value)
@@ -319,10 +320,7 @@ class RequestZeROEngine(AnnouncingEngine):
             A scalar on the engine's device; 0 without a window, and for one of zero total weight.
         """
         if self.has_pending_gradients:
-            self._count_unseen_backwards()
-            self.agree_to_step()
-            self.end_request()
-            self.optimizer.reduce_pending()
+            self._complete_sums()
             if self._choose_divisor(divisor, "token" if divisor is None else None):
                 return life_cycle.pending_norm(self.optimizer).to(self.device)
             self.optimizer.norm.forget()
