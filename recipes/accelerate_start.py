@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from requestzero.config.option_record import FrontEnd, names_in
-from requestzero.config.options import RequestZeROSettings
+from requestzero.config.option_record import FrontEnd, values_in
 from requestzero.config.precision import PRECISIONS
 from requestzero.recipes.config_check import zero_settings
 
@@ -62,7 +61,7 @@ def make_accelerator(cfg: Any, output_dir: Path) -> Accelerator:
     from requestzero.recipes.csv_tracker import CsvTracker
 
     settings = zero_settings(cfg)
-    options = {name: getattr(settings, name) for name in names_in(RequestZeROSettings, FrontEnd.ACCELERATE)}
+    options = values_in(settings, FrontEnd.ACCELERATE)
     plugin = RequestZeROPlugin(DEEPSPEED_CONFIG, options={**options, "overflow": settings.overflow.given()})
     accelerator = Accelerator(
         deepspeed_plugin=plugin,

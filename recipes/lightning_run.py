@@ -12,8 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from rich.console import Console
 
 from requestzero import RequestZeRO
-from requestzero.config.option_record import FrontEnd, names_in
-from requestzero.config.options import RequestZeROSettings
+from requestzero.config.option_record import FrontEnd, values_in
 from requestzero.planning import PlanStatistics
 from requestzero.recipes.build import build_data, build_loader, build_model, build_tokenizer
 from requestzero.recipes.config_check import zero_settings
@@ -63,12 +62,7 @@ def _choose_matmuls(cfg: Any, console: Console) -> bool:
 
 def make_strategy(cfg: Any) -> RequestZeRO:
     """Build the strategy of the sections ``zero`` and ``overflow``."""
-    return RequestZeRO(**strategy_options(zero_settings(cfg)), config=DEEPSPEED_CONFIG)
-
-
-def strategy_options(settings: RequestZeROSettings) -> dict[str, Any]:
-    """Return the options that Lightning's strategy has, by name."""
-    return {name: getattr(settings, name) for name in names_in(RequestZeROSettings, FrontEnd.LIGHTNING)}
+    return RequestZeRO(**values_in(zero_settings(cfg), FrontEnd.LIGHTNING), config=DEEPSPEED_CONFIG)
 
 
 def make_trainer(cfg: Any, output_dir: Path, console: Console, metrics: UpdateMetrics) -> Trainer:

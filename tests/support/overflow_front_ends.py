@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from requestzero import OverflowSettings, RequestZeROPlugin
+from requestzero.config import option_record
 from support.accelerate_state import fresh
 from support.engines import build
 from support.fp16 import fp16_on_cpu
@@ -81,7 +82,6 @@ def lightning(precision: str, **arguments: Any) -> Any:
 def hydra(options: dict[str, Any], precision: str) -> Any:
     """The strategy that the Lightning recipe builds from its command, with the data and model of the tests."""
     from requestzero.recipes.config_check import config_problems, zero_settings
-    from requestzero.recipes.lightning_run import strategy_options
 
     # The test's model gives no weights.
     own = [f"precision={precision}", "zero=stage2", "zero.normalization=mean"]
@@ -89,7 +89,7 @@ def hydra(options: dict[str, Any], precision: str) -> Any:
     problems = [problem for problem in config_problems(cfg) if problem.startswith("overflow.")]
     if problems:
         raise ValueError("\n".join(problems))
-    return lightning(precision, **strategy_options(zero_settings(cfg)))
+    return lightning(precision, **option_record.values_in(zero_settings(cfg), option_record.FrontEnd.LIGHTNING))
 
 
 def accelerate(precision: str, environment: dict[str, str] | None = None, **arguments: Any) -> Any:

@@ -144,6 +144,11 @@ def names_in(owner: type, front_end: FrontEnd) -> tuple[str, ...]:
     )
 
 
+def values_in(settings: Any, front_end: FrontEnd) -> dict[str, Any]:
+    """Return the values of a settings object that a front end has, by the names of :func:`names_in`."""
+    return {name: getattr(settings, name) for name in names_in(type(settings), front_end)}
+
+
 def check_options(settings: Any) -> None:
     """Raise ValueError where an option of a settings object has a value that is not allowed."""
     for name, each in options_of(type(settings)).items():
