@@ -38,7 +38,7 @@ def full_gradients(engine: RequestZeROEngine, normalization: str) -> Iterator[No
         assert gradient is not None
         param.grad = (gradient / scale).to(param.dtype)
     del whole
-    given = [_own_part(engine, param, param.grad) for param in params]
+    given = [_own_part(engine, param, param.grad).clone() for param in params]
     try:
         yield
     finally:
@@ -54,14 +54,14 @@ def full_gradients(engine: RequestZeROEngine, normalization: str) -> Iterator[No
 
 
 def _own_part(engine: RequestZeROEngine, param: torch.nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor:
-    """Return a copy of the part of a gradient that this rank's partition has, which is all that it writes."""
+    """Return the part of a gradient that this rank's partition has, which is all that it writes."""
     layout = engine.optimizer.layout
     assert isinstance(layout, PartitionLayout)
     param_id = layout.id_of(param)
     place = layout.groups[layout.group_of[param_id]].owned.get(param_id)
     assert gradient is not None
     flat = gradient.detach().flatten()
-    return flat[:0].clone() if place is None else flat[place.start : place.start + place.numel].clone()
+    return flat[:0] if place is None else flat[place.start : place.start + place.numel]
 
 
 def _differ(given: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> list[bool]:
