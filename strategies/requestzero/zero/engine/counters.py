@@ -39,6 +39,11 @@ class CountingEngine(DeepSpeedEngine):
         return self.optimizer.window
 
     @property
+    def has_pending_gradients(self) -> bool:
+        """True if the next step has something to apply or to skip, backwards that the engine has not seen included."""
+        return self.update_window.is_open or self.optimizer.has_unseen_gradients
+
+    @property
     def applied_updates(self) -> int:
         """Updates that changed the weights: attempted ones less skipped ones."""
         return self.attempted_updates - self.skipped_updates

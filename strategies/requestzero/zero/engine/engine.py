@@ -19,18 +19,15 @@ from requestzero.config.rules import UNEQUAL_MEANS
 from requestzero.config.validation import check_weight
 from requestzero.zero.common import life_cycle
 from requestzero.zero.common.window_options import WindowOptions
-from requestzero.zero.engine.announcements import AnnouncingEngine
+from requestzero.zero.engine.checkpoints import CheckpointingEngine
 from requestzero.zero.engine.optimizer_classes import OPTIMIZER_CLASSES, optimizer_classes_in_place
 from requestzero.zero.engine.step_arguments import check_divisor
 from requestzero.zero.overflow import skip_messages
-from requestzero.zero.overflow.skips import SkipRecord
 from requestzero.zero.stage_1_and_2.frozen_parameters import refuse_gradients
 from requestzero.zero.stage_3.gathers import watch_gathers
 
-_SKIPS_IN_CHECKPOINT = "requestzero_skips"
 
-
-class RequestZeROEngine(AnnouncingEngine):
+class RequestZeROEngine(CheckpointingEngine):
     """``DeepSpeedEngine`` for update windows of several requests; built by :func:`requestzero.initialize`.
 
     All ranks run the same number of backwards (any number with ``rank_dependent_micro_batches``) over the same
@@ -250,11 +247,6 @@ class RequestZeROEngine(AnnouncingEngine):
         else:
             self.optimizer.discard_window()  # an interrupted backward may have left something behind
             self._step_applied = False
-
-    @property
-    def has_pending_gradients(self) -> bool:
-        """True if the next step has something to apply or to skip, backwards that the engine has not seen included."""
-        return self.update_window.is_open or self.optimizer.has_unseen_gradients
 
     def _complete_sums(self) -> None:
         """Agree to a step, end the open request and reduce what waits (collective)."""
@@ -493,66 +485,3 @@ class RequestZeROEngine(AnnouncingEngine):
         if isinstance(getattr(self, "optimizer", None), OPTIMIZER_CLASSES) and not sys.is_finalizing():
             self.agreement.close()
         super().destroy()
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    @override
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Save as DeepSpeed does (collective), with the counters that it does not have among the client's state.
-
-        Args:
-            save_dir: folder of checkpoints.
-            tag: name of this one; DeepSpeed's ``global_step<n>`` unless given.
-            client_state: anything else to save with it; not changed.
-            *args: for DeepSpeed's ``save_checkpoint``.
-            **kwargs: likewise.
-
-        Returns:
-            True, as DeepSpeed does.
-
-        Raises:
-            RuntimeError: the window is open; its gradients would be missing from the checkpoint.
-            RankDisagreementError: another rank does something else, or the ranks have disagreed before.
-        """
-        self.agreement.before_checkpoint("saves")
-        if self.has_pending_gradients:
-            raise RuntimeError(
-                f"save_checkpoint() with an open update window ({self.update_window.micro_batches} micro-batches "
-                "since the last step): their gradients would be lost on resume. Save after step(), or call zero_grad() "
-                "to discard them."
-            )
-        state = {**(client_state or {}), _SKIPS_IN_CHECKPOINT: self._skips.state_dict()}
-        return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)
-
-    @override
-    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        """Load as DeepSpeed does (collective); the open window is discarded, unless there is no checkpoint to load.
-
-        Args:
-            load_dir: folder of checkpoints.
-            *args: for DeepSpeed's ``load_checkpoint`` (``tag``, ``load_module_only`` and others).
-            **kwargs: likewise.
-
-        Returns:
-            Path of the checkpoint, ``None`` without one, and the client's state.
-
-        Raises:
-            RankDisagreementError: another rank does something else, or the ranks have disagreed before.
-        """
-        self.agreement.before_checkpoint("loads")
-        loaded = super().load_checkpoint(load_dir, *args, **kwargs)
-        path, client_state = loaded
-        if path is not None:
-            self.zero_grad()
-            record = client_state.pop(_SKIPS_IN_CHECKPOINT, {})
-            # DeepSpeed gives its counters to the client where only the module was loaded.
-            if "skipped_steps" not in client_state:
-                self._skips = SkipRecord.from_state(record)
-        return loaded
