@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from requestzero.zero.common import life_cycle
+from requestzero.zero.common.rollback import RequestRollback
 from requestzero.zero.common.window import DroppedRequest
 from requestzero.zero.overflow.loss_scale import reduce_scale
 from requestzero.zero.overflow.origin import OverflowOrigin
-from requestzero.zero.overflow.rollback import RequestRollback
 
 
 class CheckedOptimizer(life_cycle.WindowedOptimizer, Protocol):

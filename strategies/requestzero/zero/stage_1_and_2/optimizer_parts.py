@@ -14,10 +14,10 @@ from requestzero.config.reduction_time import ReduceAt
 from requestzero.zero.common.divisor import StepDivisor
 from requestzero.zero.common.ranks import Ranks
 from requestzero.zero.common.reduction_schedule import ReductionSchedule
+from requestzero.zero.common.rollback import RequestRollback
 from requestzero.zero.common.step_norm import StepNorm
 from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow.origin import OverflowOrigin
-from requestzero.zero.overflow.rollback import RequestRollback
 from requestzero.zero.stage_1_and_2.accumulators.choice import SumOptions, choose_sums
 from requestzero.zero.stage_1_and_2.accumulators.fragments import GradientFragments
 from requestzero.zero.stage_1_and_2.accumulators.gradient_sums import GradientSums

@@ -9,10 +9,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from requestzero.zero.common.divisor import StepDivisor
 from requestzero.zero.common.ranks import Ranks
+from requestzero.zero.common.rollback import RequestRollback
 from requestzero.zero.common.step_norm import StepNorm
 from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow.origin import OverflowOrigin
-from requestzero.zero.overflow.rollback import RequestRollback
 from requestzero.zero.stage_3.layout import ShardLayout, check_one_group
 from requestzero.zero.stage_3.reduction import BucketReduction
 from requestzero.zero.stage_3.shard_sums import ShardSums
