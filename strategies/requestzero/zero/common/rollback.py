@@ -1,4 +1,4 @@
-"""Rollback of a request (``on_overflow="drop_request"``): the window as it was at its last good request end, to go back to.
+"""Rollback of a request: the window as it was at its last good request end (``on_overflow="drop_request"``).
 
 Every request end is checked, with one all-reduce and one host read. A good one is remembered: its bookkeeping at once,
 its sums with the first gradient of a further request, so that a window of one request copies nothing. A bad one is
