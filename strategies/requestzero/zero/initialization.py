@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from requestzero.zero.engine import RequestZeROEngine
     from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
+    from requestzero.zero.stage_3.optimizer import RequestZeROStage3Optimizer
 
 
 def initialize(
@@ -41,7 +42,7 @@ def initialize(
     config: Mapping[str, Any] | str | PathLike[str] | None = None,
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | PathLike[str] | None = None,
-) -> tuple[RequestZeROEngine, RequestZeROOptimizer, DataLoader[Any] | None, Any]:
+) -> tuple[RequestZeROEngine, RequestZeROOptimizer | RequestZeROStage3Optimizer, DataLoader[Any] | None, Any]:
     """Build an engine whose steps apply exactly the sum of all requests of an update window. Collective.
 
     The arguments are those of ``deepspeed.initialize``, by the same names. ``engine.step()`` divides by nothing but
