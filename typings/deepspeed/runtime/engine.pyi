@@ -107,3 +107,21 @@ class DeepSpeedEngine(Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]: ...
+    loaded_checkpoint_dp_world_size: int
+    seq_dp_world_size: int
+    def load_universal_checkpoint(self) -> bool: ...
+    def zero_load_from_fp32_weights(self) -> bool: ...
+    def _load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Comes before anything is loaded, and gets the tag that was found where none was given."""
+    def _load_zero_checkpoint(self, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
+        """Comes when the module is loaded and the saved number of ranks is known."""
+    def _get_all_zero_checkpoint_names(self, load_dir: str, tag: str, bf16_mode: bool) -> list[str]: ...

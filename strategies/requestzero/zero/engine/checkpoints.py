@@ -6,13 +6,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from requestzero.zero.engine.announcements import AnnouncingEngine
+from requestzero.zero.engine.other_ranks import OtherRanksEngine
 from requestzero.zero.overflow.skips import SkipRecord
 
 _SKIPS_IN_CHECKPOINT = "requestzero_skips"
 
 
-class CheckpointingEngine(AnnouncingEngine):
+class CheckpointingEngine(OtherRanksEngine):
     """Saves and loads with DeepSpeed's files what DeepSpeed's engine does not know of."""
 
     @override

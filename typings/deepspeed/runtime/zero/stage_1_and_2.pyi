@@ -196,3 +196,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         load_serial: Any = None,
         param_shapes: Any = None,
     ) -> None: ...
+
+    # Checkpoints.
+    def _create_param_mapping(self) -> list[dict[str, Any]]:
+        """Gives the place of every owned part in this rank's partition, by name, which a checkpoint keeps."""
+    def _load_legacy_checkpoint(
+        self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
+    ) -> None:
+        """Loads the entry of this rank's position, whose flat states are partitions of today's layout."""

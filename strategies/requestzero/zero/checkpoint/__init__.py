@@ -1,0 +1,1 @@
+"""Checkpoint files, and what another number of ranks makes of them."""
