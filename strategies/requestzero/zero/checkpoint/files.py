@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+WINDOW_FILES = "requestzero_window*"
+"""Files of an open window, beside DeepSpeed's."""
+
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_?optim_states\.pt")
 
 

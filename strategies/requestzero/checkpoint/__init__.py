@@ -1,0 +1,1 @@
+"""``python -m requestzero.checkpoint``: says what a checkpoint holds, converts it, and makes one file of it."""

@@ -1,0 +1,175 @@
+"""What a checkpoint holds, read from its files; nothing is built, and no accelerator is needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, ZERO_STAGE
+
+from requestzero.checkpoint.location import Location
+from requestzero.zero.checkpoint.files import is_universal, optimizer_files
+
+
+@dataclass(frozen=True)
+class Contents:
+    """One checkpoint."""
+
+    folder: str
+    """The tag's folder."""
+    written_by: str
+    """Front end: ``"engine"``, ``"Lightning"``, ``"Accelerate"`` or ``"Trainer"``."""
+    format: str
+    """``"of each rank"``, or ``"universal"``."""
+    stage: int | None
+    ranks: int
+    """Data-parallel ranks that have saved."""
+    parameters: int
+    """Elements of all parameters."""
+    applied_updates: int
+    skipped_updates: int
+    window: dict[str, Any] | None
+    """The open update window: of every rank its counts, and the record's other fields; ``None`` without one."""
+    versions: dict[str, str]
+    problems: tuple[str, ...]
+    """What is missing or cannot be read; empty for a whole checkpoint."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every file that a load needs is there and can be opened."""
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all fields, and ``whole``."""
+        return {**asdict(self), "whole": self.is_whole}
+
+    def lines(self) -> Iterator[str]:
+        """Return the report, line by line."""
+        skipped = f", {self.skipped_updates} skipped" if self.skipped_updates else ""
+        yield f"folder      {self.folder}"
+        yield f"written by  {self.written_by} ({', '.join(f'{name} {text}' for name, text in self.versions.items())})"
+        yield f"ZeRO        stage {self.stage}, {self.ranks} data-parallel ranks, format: {self.format}"
+        yield f"model       {self.parameters:,} parameters"
+        yield f"updates     {self.applied_updates} applied{skipped}"
+        yield f"window      {_window_line(self.window)}"
+        yield "whole       " + ("yes" if self.is_whole else "NO")
+        yield from (f"            {problem}" for problem in self.problems)
+
+
+def read_contents(source: Location, checksums: bool = False) -> Contents:
+    """Return what a checkpoint holds.
+
+    Args:
+        source: the checkpoint, of this package or of DeepSpeed's own engine.
+        checksums: also read every file to its end and compare its checksums, which takes as long as a load.
+
+    Raises:
+        OSError: the file of the model's state cannot be read.
+    """
+    states = load(source.model_files()[0])
+    problems = list(_problems(source, states, checksums))
+    window = None
+    try:
+        window = _window(source.folder)
+    except ValueError as error:
+        problems.append(str(error))
+    shapes = [*states.get("param_shapes", []), states.get("frozen_param_shapes") or {}]
+    return Contents(
+        folder=str(source.folder),
+        written_by=_front_end(source, states),
+        format="universal" if is_universal(source.folder) else "of each rank",
+        stage=_stage(source.folder),
+        ranks=int(states["dp_world_size"]),
+        parameters=sum(math.prod(shape) for group in shapes for shape in group.values()),
+        applied_updates=int(states["global_steps"]) - int(states["skipped_steps"]),
+        skipped_updates=int(states["skipped_steps"]),
+        window=window,
+        versions=_versions(states, window),
+        problems=tuple(problems),
+    )
+
+
+def load(file: Path) -> dict[str, Any]:
+    """Return what DeepSpeed has saved in a file; tensors are read from the disk when they are used.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        states: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        raise OSError(f"{file} cannot be read: {error}") from error
+    return states
+
+
+def _problems(source: Location, states: dict[str, Any], checksums: bool) -> Iterator[str]:
+    files = source.model_files()
+    if not is_universal(source.folder):
+        try:
+            optimizer = optimizer_files(source.folder)
+        except FileNotFoundError as error:
+            yield str(error)
+            optimizer = []
+        if len(optimizer) != (wanted := int(states["dp_world_size"])) and optimizer:
+            yield f"optimizer states of {len(optimizer)} ranks, where {wanted} have saved"
+        files += optimizer
+    for file in [*files, *sorted((source.folder / "zero").rglob("*.pt"))]:
+        if (problem := _damage(file, checksums)) is not None:
+            yield f"{file.name}: {problem}"
+
+
+def _damage(file: Path, checksums: bool) -> str | None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip() if checksums else None
+    except (zipfile.BadZipFile, OSError) as error:
+        return str(error)
+    return None if damaged is None else f"{damaged} is damaged"
+
+
+def _stage(folder: Path) -> int | None:
+    universal = folder / "zero" / "optimizer_state.pt"
+    files = [universal] if universal.is_file() else optimizer_files(folder)
+    if not files:
+        return None
+    states = load(files[0])
+    stage = states.get(OPTIMIZER_STATE_DICT, states).get(ZERO_STAGE, states.get(ZERO_STAGE))
+    return None if stage is None else int(stage)
+
+
+def _front_end(source: Location, states: dict[str, Any]) -> str:
+    if "pytorch-lightning_version" in states:
+        return "Lightning"
+    if (source.root / "trainer_state.json").is_file():
+        return "Trainer"
+    return "Accelerate" if list(source.root.glob("random_states_*.pkl")) else "engine"
+
+
+def _window(folder: Path) -> dict[str, Any] | None:
+    """Return the record of the open window.
+
+    Raises:
+        ValueError: it cannot be read, or a rank's sums are missing.
+    """
+    file = folder / "requestzero_window.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def _window_line(window: dict[str, Any] | None) -> str:
+    if window is None:
+        return "none open"
+    ranks = window["ranks"]
+    counts = ", ".join(str(rank["micro_batches"]) for rank in ranks)
+    return f"open: {ranks[0]['requests']} requests, micro-batches by rank: {counts}"
+
+
+def _versions(states: dict[str, Any], window: dict[str, Any] | None) -> dict[str, str]:
+    found = {"DeepSpeed": states.get("ds_version"), "Lightning": states.get("pytorch-lightning_version")}
+    found["requestzero"] = (window or {}).get("requestzero_version")
+    return {name: str(version) for name, version in found.items() if version is not None}
