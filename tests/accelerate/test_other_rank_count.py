@@ -1,4 +1,4 @@
-"""A run goes on with another number of ranks, by DeepSpeed's universal checkpoints and its own command."""
+"""A run goes on with another number of ranks, from the checkpoint as it is, and by DeepSpeed's universal checkpoints."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_two_ranks_and_then_one(two_ranks: RankGroup, one_rank: RankGroup, tmp_p
         start_module("deepspeed.checkpoint.ds_to_universal", *folders, "--inject_missing_state", DS_ACCELERATOR="cpu")
     )
     loading = {**plugin, "hf_ds_config": {**KEEP_OPTIMIZER, "checkpoint": {"load_universal": True}}}
-    for found in one_rank.run(go_on, loading, universal, None, range(4, 6)):
-        assert found == [pytest.approx(expected, rel=1e-6) for expected in whole[4:]]
+    for options, folder in ((loading, universal), (plugin, saved)):
+        for found in one_rank.run(go_on, options, folder, None, range(4, 6)):
+            assert found == [pytest.approx(expected, rel=1e-6) for expected in whole[4:]]
     assert torch.tensor(whole).diff(dim=0).abs().max() > 0
     assert os.path.isdir(f"{universal}/pytorch_model/zero")

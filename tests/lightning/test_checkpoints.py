@@ -248,10 +248,7 @@ def test_limits_of_evaluation(one_rank: RankGroup) -> None:
 
 
 def resume_with_foreign_random_states(directory: str) -> list[str]:
-    """Train one epoch, then another from its checkpoint, which has the random states of two ranks; the warnings.
-
-    DeepSpeed loads the checkpoint of another number of ranks in its universal format only.
-    """
+    """Train one epoch, then another from its checkpoint, which has the random states of two ranks; the warnings."""
     from unittest import mock
 
     from requestzero.lightning import rng

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, ZERO_STAGE
 
 from requestzero.checkpoint.location import Location
-from requestzero.zero.checkpoint.files import is_universal, optimizer_files
+from requestzero.checkpoint.single_file import LIGHTNING_KEY
+from requestzero.zero.checkpoint.files import is_universal, optimizer_files, read_states
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def read_contents(source: Location, checksums: bool = False) -> Contents:
     Raises:
         OSError: the file of the model's state cannot be read.
     """
-    states = load(source.model_files()[0])
+    states = read_states(source.model_files()[0])
     problems = list(_problems(source, states, checksums))
     window = None
     try:
@@ -93,19 +93,6 @@ def read_contents(source: Location, checksums: bool = False) -> Contents:
         versions=_versions(states, window),
         problems=tuple(problems),
     )
-
-
-def load(file: Path) -> dict[str, Any]:
-    """Return what DeepSpeed has saved in a file; tensors are read from the disk when they are used.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    try:
-        states: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-    except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
-        raise OSError(f"{file} cannot be read: {error}") from error
-    return states
 
 
 def _problems(source: Location, states: dict[str, Any], checksums: bool) -> Iterator[str]:
@@ -138,13 +125,13 @@ def _stage(folder: Path) -> int | None:
     files = [universal] if universal.is_file() else optimizer_files(folder)
     if not files:
         return None
-    states = load(files[0])
+    states = read_states(files[0])
     stage = states.get(OPTIMIZER_STATE_DICT, states).get(ZERO_STAGE, states.get(ZERO_STAGE))
     return None if stage is None else int(stage)
 
 
 def _front_end(source: Location, states: dict[str, Any]) -> str:
-    if "pytorch-lightning_version" in states:
+    if LIGHTNING_KEY in states:
         return "Lightning"
     if (source.root / "trainer_state.json").is_file():
         return "Trainer"
@@ -170,6 +157,6 @@ def _window_line(window: dict[str, Any] | None) -> str:
 
 
 def _versions(states: dict[str, Any], window: dict[str, Any] | None) -> dict[str, str]:
-    found = {"DeepSpeed": states.get("ds_version"), "Lightning": states.get("pytorch-lightning_version")}
+    found = {"DeepSpeed": states.get("ds_version"), "Lightning": states.get(LIGHTNING_KEY)}
     found["requestzero"] = (window or {}).get("requestzero_version")
     return {name: str(version) for name, version in found.items() if version is not None}

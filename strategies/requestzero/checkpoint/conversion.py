@@ -6,12 +6,11 @@ import argparse
 import shutil
 from pathlib import Path
 
-import torch
 from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, OPTIMIZER_STATE_DICT
 from deepspeed.checkpoint.ds_to_universal import main as to_universal
 
 from requestzero.checkpoint.location import Location, model_files
-from requestzero.zero.checkpoint.files import WINDOW_FILES, is_universal, optimizer_files
+from requestzero.zero.checkpoint.files import WINDOW_FILES, is_universal, optimizer_files, read_states
 
 _WRITTEN_BY_ADAM = {"exp_avg", "exp_avg_sq"}
 
@@ -59,8 +58,7 @@ def convert(source: Location, target: Path, workers: int = 1) -> None:
 
 def _check_optimizer(source: Location) -> None:
     """Raise ValueError where DeepSpeed's converter would fail, or lose what it does not know."""
-    states = torch.load(optimizer_files(source.folder)[0], map_location="cpu", mmap=True, weights_only=False)
-    saved = states[OPTIMIZER_STATE_DICT]
+    saved = read_states(optimizer_files(source.folder)[0])[OPTIMIZER_STATE_DICT]
     base = saved.get(BASE_OPTIMIZER_STATE) or saved[OPTIMIZER_STATE_DICT]  # at stage 3
     found = {key for state in base["state"].values() for key in state} - {"step"}
     if found != _WRITTEN_BY_ADAM:

@@ -3,46 +3,48 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import save_file
 
 from requestzero.checkpoint.location import Location
-from requestzero.zero.checkpoint.files import is_universal
+from requestzero.zero.checkpoint.files import is_universal, read_states
 
-_LIGHTNING_TAG = "checkpoint"
+LIGHTNING_KEY = "pytorch-lightning_version"
+"""Key of a checkpoint that Lightning has written."""
 
 
 def write_weights(source: Location, file: Path) -> None:
     """Write the master weights of a checkpoint, by parameter name.
 
-    A checkpoint of Lightning becomes a file in Lightning's own format, for ``load_from_checkpoint``.
+    Of a checkpoint of Lightning its hooks' weights, such as an average; without safetensors it becomes a file in
+    Lightning's own format, for ``load_from_checkpoint``.
 
     Args:
         source: the checkpoint.
         file: is overwritten; safetensors if it is named so, else what ``torch.load`` reads.
 
     Raises:
-        ValueError: the checkpoint is converted; or one of Lightning's of stage 3 whose ``state_dict`` a hook has changed.
+        ValueError: the checkpoint is converted; or Lightning's, of stage 3, and a hook has changed its ``state_dict``.
     """
     if is_universal(source.folder):
         raise ValueError(
             f"{source.folder} is in the universal format, for loading it: give the checkpoint that it was made of."
         )
-    if is_of_lightning(source) and file.suffix != ".safetensors":
-        from requestzero.lightning.single_file import to_single_file
-
-        to_single_file(source.root, file)
-        return
-    weights: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(source.root), source.tag)
+    if LIGHTNING_KEY in read_states(source.model_files()[0]):
+        weights = _write_lightning(source, file)
+    else:
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(source.root), source.tag)
+        torch.save(weights, file)
     if file.suffix == ".safetensors":
         save_file({name: value.clone().contiguous() for name, value in weights.items()}, file)
-    else:
-        torch.save(weights, file)
 
 
-def is_of_lightning(source: Location) -> bool:
-    """Return whether Lightning has written the checkpoint."""
-    states = torch.load(source.model_files()[0], map_location="cpu", mmap=True, weights_only=False)
-    return source.tag == _LIGHTNING_TAG and "pytorch-lightning_version" in states
+def _write_lightning(source: Location, file: Path) -> dict[str, Any]:
+    from requestzero.lightning.single_file import to_single_file
+
+    to_single_file(source.root, file)
+    weights: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)["state_dict"]
+    return weights

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
+
+import torch
 
 WINDOW_FILES = "requestzero_window*"
 """Files of an open window, beside DeepSpeed's."""
@@ -37,3 +40,16 @@ def find_tag(load_dir: Path, universal: bool = False) -> str | None:
     """Return the tag that DeepSpeed would load where none is given, or ``None`` without one."""
     latest = load_dir / ("latest_universal" if universal else "latest")
     return latest.read_text().strip() if latest.is_file() else None
+
+
+def read_states(file: Path) -> dict[str, Any]:
+    """Return what DeepSpeed has saved in a file, on the CPU; tensors are read from the disk when they are used.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        states: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    except (RuntimeError, EOFError) as error:
+        raise OSError(f"{file} cannot be read: {error}") from error
+    return states

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 
+from requestzero.zero.checkpoint.files import read_states
 from requestzero.zero.stage_1_and_2.layout import PartitionLayout, Place
 
 _OF_ALL_RANKS = (LOSS_SCALER, "dynamic_loss_scale", "overflow", CLIP_GRAD, DS_VERSION)
@@ -50,11 +51,13 @@ def own_states(optimizer: Resharded, files: Sequence[Path]) -> States:
         The states for DeepSpeed's ``load_state_dict``, on the CPU.
 
     Raises:
+        OSError: a file cannot be read.
         ValueError: the parameters or their groups are others, or a state is cut in another way.
     """
     groups: list[_Group] = []
     first: States = {}
-    for states in map(_read, files):
+    for file in files:
+        states = read_states(file)[OPTIMIZER_STATE_DICT]
         first = first or states
         groups = groups or _begin(optimizer, states)
         for index, group in enumerate(groups):
@@ -71,12 +74,6 @@ def own_states(optimizer: Resharded, files: Sequence[Path]) -> States:
             "param_groups": saved_groups,
         },
     }
-
-
-def _read(file: Path) -> States:
-    """Return a rank's states; of a file on a disk only what is used is read."""
-    states: States = torch.load(file, map_location="cpu", mmap=True, weights_only=False)[OPTIMIZER_STATE_DICT]
-    return states
 
 
 def _begin(optimizer: Resharded, states: States) -> list[_Group]:
