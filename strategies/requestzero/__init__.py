@@ -11,7 +11,8 @@ Packages, each of which imports only from those before it:
 - ``rank_check``: agreement of the data-parallel ranks on what comes next.
 - ``zero``: the ZeRO optimizer and its engine.
 - ``lightning``, ``accelerate``, ``transformers``: the front ends.
-- ``doctor``, ``probe``: command-line tools; ``recipes``, ``configs``: runnable training jobs and their YAML.
+- ``doctor``, ``probe``, ``checkpoint``: command-line tools.
+- ``recipes``, ``configs``: runnable training jobs and their YAML.
 """
 
 from __future__ import annotations

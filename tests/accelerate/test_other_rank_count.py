@@ -1,4 +1,4 @@
-"""A run goes on with another number of ranks, from the checkpoint as it is, and by DeepSpeed's universal checkpoints."""
+"""A run goes on with another number of ranks: from the checkpoint as it is, and by universal checkpoints."""
 
 from __future__ import annotations
 
