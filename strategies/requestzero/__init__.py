@@ -10,7 +10,7 @@ Packages, each of which imports only from those before it:
 - ``environment``: installed versions and the machine.
 - ``rank_check``: agreement of the data-parallel ranks on what comes next.
 - ``zero``: the ZeRO optimizer and its engine.
-- ``lightning``, ``accelerate``, ``transformers``: the front ends.
+- ``lightning``, ``accelerate``, ``fabric``, ``transformers``: the front ends.
 - ``doctor``, ``probe``, ``checkpoint``: command-line tools.
 - ``recipes``, ``configs``: runnable training jobs and their YAML.
 """
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from requestzero.data.planned_loader import PlannedLoader
     from requestzero.data.request_loader import RequestLoader
     from requestzero.errors import GradientOverflowError, RankDisagreement, RankDisagreementError
+    from requestzero.fabric.strategy import RequestZeROFabric
     from requestzero.lightning.strategy import RequestZeRO
     from requestzero.zero.initialization import initialize
 
@@ -44,6 +45,7 @@ _LAZY = {
     "RankDisagreementError": "requestzero.errors",
     "RequestLoader": "requestzero.data.request_loader",
     "RequestZeRO": "requestzero.lightning",
+    "RequestZeROFabric": "requestzero.fabric",
     "RequestZeROPlugin": "requestzero.accelerate",
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "RankDisagreementError",
     "RequestLoader",
     "RequestZeRO",
+    "RequestZeROFabric",
     "RequestZeROPlugin",
     "__version__",
     "initialize",

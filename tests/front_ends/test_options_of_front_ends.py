@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from requestzero import RequestZeRO, RequestZeROPlugin
+from requestzero import RequestZeRO, RequestZeROFabric, RequestZeROPlugin
 from requestzero.accelerate.options import OWN_OPTIONS, option_source
 from requestzero.accelerate.plan import make_plan
 from requestzero.config.keys import check_top_level_keys
@@ -63,6 +63,17 @@ def test_lightning() -> None:
     hints = get_type_hints(RequestZeRO.__init__)
     for name in names(FrontEnd.LIGHTNING):
         assert parameters[name].default == TOP[name].default, name
+        assert hints[name] == TOP[name].type, name
+
+
+def test_fabric() -> None:
+    """Its loop divides by itself, as one under DDP does: the default of ``normalization`` is its own."""
+    parameters = inspect.signature(RequestZeROFabric.__init__).parameters
+    others = {"self", "config", "overflow", "deepspeed_options"}
+    assert parameters.keys() - others == names(FrontEnd.FABRIC)
+    hints = get_type_hints(RequestZeROFabric.__init__)
+    for name in names(FrontEnd.FABRIC):
+        assert parameters[name].default == (TOP[name].default if name != "normalization" else "sum"), name
         assert hints[name] == TOP[name].type, name
 
 

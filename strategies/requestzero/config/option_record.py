@@ -26,11 +26,12 @@ class FrontEnd(Enum):
     ENGINE = "engine"
     """The DeepSpeed config, of ``requestzero.initialize`` and of every other front end."""
     LIGHTNING = "Lightning"
+    FABRIC = "Fabric"
     ACCELERATE = "Accelerate"
     RECIPES = "recipes"
 
 
-INTEGRATIONS = (FrontEnd.LIGHTNING, FrontEnd.ACCELERATE, FrontEnd.RECIPES)
+INTEGRATIONS = (FrontEnd.LIGHTNING, FrontEnd.FABRIC, FrontEnd.ACCELERATE, FrontEnd.RECIPES)
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class RequestZeROSettings:
         Boolean(),
         key="zero_optimization.offload_param.device",
         stored={True: "cpu", False: "none"},
-        front_ends=(FrontEnd.LIGHTNING, FrontEnd.RECIPES),
+        front_ends=(FrontEnd.LIGHTNING, FrontEnd.FABRIC, FrontEnd.RECIPES),
     )
     """Stage 3: keep this rank's part of the weights on the CPU while no forward or backward needs it."""
     retain_gpu_grad_partition_until_step: bool | str = option(
@@ -167,7 +167,7 @@ class RequestZeROSettings:
     incomplete_window: str = option("step", Choice(("step", "drop")), front_ends=(FrontEnd.LIGHTNING, FrontEnd.RECIPES))
     """Treatment of a window with fewer requests than ``accumulate_grad_batches`` at an epoch's end: ``"step"`` applies
     it, divided by its own number of micro-batches; ``"drop"`` discards it."""
-    log_metrics: bool = option(True, Boolean())
+    log_metrics: bool = option(True, Boolean(), front_ends=(FrontEnd.LIGHTNING, FrontEnd.ACCELERATE, FrontEnd.RECIPES))
     """Give loggers ``grad_norm`` and ``overflow/...`` (skipped updates, skips in a row, dropped requests, loss
     scale) of the updates that are logged. A metric of yours by the same name is left as it is."""
     reduce_gradients_at: str | None = option(
@@ -184,7 +184,10 @@ class RequestZeROSettings:
     do the same raise an error instead of waiting for each other. Can be turned off where equal numbers of micro-batches
     are guaranteed."""
     rank_dependent_micro_batches: bool = option(
-        False, Boolean(), key="requestzero.rank_dependent_micro_batches", front_ends=(FrontEnd.ACCELERATE,)
+        False,
+        Boolean(),
+        key="requestzero.rank_dependent_micro_batches",
+        front_ends=(FrontEnd.FABRIC, FrontEnd.ACCELERATE),
     )
     """Allow the ranks to run different numbers of micro-batches in an update window, at least one each: nothing but
     the window's sum is reduced then (``reduce_gradients_at="window"``), and the ranks agree once per step instead of

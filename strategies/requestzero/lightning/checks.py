@@ -21,12 +21,12 @@ from requestzero.config.precision import PRECISIONS
 from requestzero.lightning.deepspeed_device import supports_fp16
 
 
-def check_device(device: torch.device) -> None:
-    """Raise ValueError unless the Trainer's device is one that the strategy runs on."""
+def check_device(device: torch.device, owner: str = "Trainer") -> None:
+    """Raise ValueError unless the device of ``owner`` is one that its strategy runs on."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"RequestZeRO runs on CUDA and CPU, but the Trainer's device is {device.type!r}: use "
-            'Trainer(accelerator="cuda") or Trainer(accelerator="cpu").'
+            f"RequestZeRO runs on CUDA and CPU, but the {owner}'s device is {device.type!r}: use "
+            f'{owner}(accelerator="cuda") or {owner}(accelerator="cpu").'
         )
 
 
@@ -40,11 +40,11 @@ def check_plugin(plugin: Precision) -> DeepSpeedPrecision:
     return plugin
 
 
-def check_precision(precision: str, device: torch.device) -> None:
+def check_precision(precision: str, device: torch.device, owner: str = "Trainer") -> None:
     """Raise ValueError where DeepSpeed does not compute in this precision."""
     if PRECISIONS[precision] == "fp16" and not supports_fp16(device):
         raise ValueError(
-            f"Trainer(precision={precision!r}) is not possible on {device.type}, where DeepSpeed refuses "
+            f"{owner}(precision={precision!r}) is not possible on {device.type}, where DeepSpeed refuses "
             "fp16: use 'bf16-true', 'bf16-mixed' or '32-true'."
         )
 

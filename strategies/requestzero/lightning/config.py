@@ -20,9 +20,8 @@ from requestzero.config.supported import check_supported, wants_offload
 from requestzero.config.translation import from_config, to_config
 from requestzero.config.values import check_values, check_zero_section
 from requestzero.lightning.options import check_offload, merge_loss_scale, options_to_config
+from requestzero.lightning.strategy_facts import TRAINER, StrategyFacts
 from requestzero.lightning.user_config import read_user_config
-
-ARGUMENTS = "the arguments of RequestZeRO"
 
 
 class _ArgumentsAsConfig(DeepSpeedStrategy):
@@ -48,7 +47,11 @@ def default_config(offload_optimizer: bool) -> Config:
 
 
 def merge_arguments(
-    own: Mapping[str, Any], options: Mapping[str, Any], given: Collection[str], config: Any
+    own: Mapping[str, Any],
+    options: Mapping[str, Any],
+    given: Collection[str],
+    config: Any,
+    strategy: StrategyFacts = TRAINER,
 ) -> tuple[Config, RequestZeROSettings]:
     """Return the DeepSpeed config, and the settings as all places together have decided them.
 
@@ -59,6 +62,7 @@ def merge_arguments(
         options: the arguments of Lightning's ``DeepSpeedStrategy``.
         given: names of the arguments that were given.
         config: the user's config, see :func:`read_user_config`.
+        strategy: whose arguments they are.
 
     Raises:
         ValueError: a key has one value in the arguments and another in the user's config, does not apply to ZeRO 1
@@ -67,14 +71,15 @@ def merge_arguments(
     """
     overflow = merge_loss_scale(OverflowSettings.build(own["overflow"]), options, given)
     settings = RequestZeROSettings(**{**own, "overflow": overflow})
-    user = read_user_config(config)
+    user = read_user_config(config, strategy)
+    place = f"the arguments of {strategy.name}"
     offloads = settings.offload_optimizer or wants_offload(user.config)
     arguments = merge(
-        Source(ARGUMENTS, _settings_given(settings, given, offloads)),
-        Source(ARGUMENTS, options_to_config(options, given, offloads)),
+        Source(place, _settings_given(settings, given, offloads)),
+        Source(place, options_to_config(options, given, offloads)),
     )
     merge(Source("overflow", to_config(OverflowSettings, overflow.given())), user)
-    merged = overlay(default_config(offloads), merge(Source(ARGUMENTS, arguments), user))
+    merged = overlay(default_config(offloads), merge(Source(place, arguments), user))
     check_supported(merged)
     check_zero_section(user.config, user.place, merged["zero_optimization"]["stage"])
     check_parameter_offload(merged)
@@ -114,8 +119,8 @@ def effective_settings(config: Config, settings: RequestZeROSettings) -> Request
     return replace(settings, **from_config(RequestZeROSettings, config), overflow=overflow)
 
 
-def with_precision(config: Config, overflow: OverflowSettings, precision: str) -> Config:
-    """Return ``config`` for ``Trainer(precision=precision)``.
+def with_precision(config: Config, overflow: OverflowSettings, precision: str, owner: str = "Trainer") -> Config:
+    """Return ``config`` for ``Trainer(precision=precision)``, or another owner of the precision.
 
     Raises:
         ValueError: the config or an overflow option is for another precision.
@@ -125,15 +130,15 @@ def with_precision(config: Config, overflow: OverflowSettings, precision: str) -
         enabled = config.get(name, {}).get("enabled")
         if enabled is not None and enabled != (name == dtype):
             raise ValueError(
-                f"{name}.enabled is {enabled!r} in config, but the Trainer has precision={precision!r}: "
-                "leave it out of config, where the Trainer's precision is put in."
+                f"{name}.enabled is {enabled!r} in config, but the {owner} has precision={precision!r}: "
+                f"leave it out of config, where the {owner}'s precision is put in."
             )
     merged = merged_overflow(overflow, config, dtype)
     result = overlay(config, overflow_to_config(merged, dtype))
     return result if dtype == "fp32" else overlay(result, {dtype: {"enabled": True}})
 
 
-def check_retained(settings: RequestZeROSettings, precision: str) -> None:
+def check_retained(settings: RequestZeROSettings, precision: str, owner: str = "Trainer") -> None:
     """Raise ValueError where ``retain_gpu_grad_partition_until_step`` has nothing to keep.
 
     Only with fp32 accumulation on a 16-bit model is there a device partition of its own, beside the reduced
@@ -143,7 +148,7 @@ def check_retained(settings: RequestZeROSettings, precision: str) -> None:
     sixteen_bit = PRECISIONS[precision] != "fp32"
     if retain and not (sixteen_bit and settings.grad_accum_dtype == "fp32"):
         raise ValueError(
-            f"retain_gpu_grad_partition_until_step={retain!r} does nothing with Trainer(precision={precision!r}) and "
+            f"retain_gpu_grad_partition_until_step={retain!r} does nothing with {owner}(precision={precision!r}) and "
             f"grad_accum_dtype={settings.grad_accum_dtype!r}: it needs fp32 accumulation on a 16-bit model, such as "
             "precision='bf16-true' with grad_accum_dtype='fp32'; or leave it out."
         )

@@ -13,14 +13,15 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from requestzero.config.merge import Source, merge
 from requestzero.config.nested import Config, put
-from requestzero.config.option_record import FrontEnd, names_in, options_of
+from requestzero.config.option_record import options_of
 from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.suggestion import did_you_mean
 from requestzero.config.translation import AUTO
 from requestzero.config.validation import Boolean, Count, Rule, check
 from requestzero.config.values import BUCKET_SIZES
+from requestzero.lightning.strategy_facts import TRAINER, StrategyFacts
 
-OWN_OPTIONS = (*names_in(RequestZeROSettings, FrontEnd.LIGHTNING), "config")
+OWN_OPTIONS = TRAINER.own_options
 
 DEFAULTS: dict[str, Any] = {
     name: parameter.default
@@ -72,7 +73,7 @@ NOT_APPLICABLE = {
 }
 
 
-def check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any], strategy: StrategyFacts = TRAINER) -> None:
     """Raise where an option is not one of ``DeepSpeedStrategy``, or has no effect here.
 
     Raises:
@@ -82,8 +83,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in DEFAULTS:
             raise TypeError(
-                f"RequestZeRO has no option {name!r}: use its own ({', '.join(OWN_OPTIONS)}) or those of "
-                f"Lightning's DeepSpeedStrategy.{did_you_mean(name, [*OWN_OPTIONS, *DEFAULTS])}"
+                f"{strategy.name} has no option {name!r}: use its own ({', '.join(strategy.own_options)}) or those of "
+                f"Lightning's DeepSpeedStrategy.{did_you_mean(name, [*strategy.own_options, *DEFAULTS])}"
             )
     for name, value in options.items():
         if name in NOT_APPLICABLE and value != DEFAULTS[name]:

@@ -155,7 +155,8 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
         """Say where it belongs: other Trainers, and Fabric, show this in their error."""
         return (
             f"<RequestZeRO(stage={self.settings.stage}), for the Trainer of lightning.pytorch "
-            "(import lightning.pytorch as pl), not for that of pytorch_lightning, nor for Fabric>"
+            "(import lightning.pytorch as pl), not for that of pytorch_lightning, nor for Fabric, for which there is "
+            "requestzero.RequestZeROFabric>"
         )
 
     @classmethod

@@ -1,0 +1,298 @@
+"""Loops in Fabric: the same updates as under Fabric's DDP, and what a loop can ask for beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from requestzero import RequestZeRO, RequestZeROFabric
+from support.ranks import RankGroup
+from support.windows import ALL, ExactLayers, values
+
+PLACES = [(1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
+KEEP = {"zero_force_ds_cpu_optimizer": False}
+MICRO_BATCHES, LR = 4, 0.5
+
+
+def strategy(stage: int = 2, offload: bool = False, **options: Any) -> RequestZeROFabric:
+    offloads = {"offload_optimizer": True, "offload_parameters": stage == 3} if offload else {}
+    return RequestZeROFabric(stage=stage, config=KEEP, **offloads, **options)
+
+
+def fabric(chosen: Any) -> Fabric:
+    launched = Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=chosen)
+    launched.launch()
+    return launched
+
+
+def set_up(chosen: Any) -> tuple[Fabric, Any, Any]:
+    launched = fabric(chosen)
+    torch.manual_seed(0)
+    model = ExactLayers()
+    return launched, *launched.setup(model, torch.optim.SGD(model.parameters(), lr=LR))
+
+
+def weights(model: Any) -> list[torch.Tensor]:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def loss_of(launched: Fabric, model: Any, number: int) -> torch.Tensor:
+    x, w = values(number, launched.global_rank, launched.world_size)
+    loss: torch.Tensor = model(x, w, ALL)
+    return loss
+
+
+def accumulate(launched: Fabric, model: Any, window: int, requests_end: bool = False) -> None:
+    """The backwards of a window; in ``no_backward_sync`` but for the last, as Fabric's documentation does it."""
+    for k in range(MICRO_BATCHES):
+        with launched.no_backward_sync(model, enabled=k < MICRO_BATCHES - 1 and not requests_end):
+            launched.backward(loss_of(launched, model, 10 * window + k), model=model)
+
+
+def before_nothing(launched: Fabric, model: Any, optimizer: Any) -> None:
+    pass
+
+
+def clip_by_norm(launched: Fabric, model: Any, optimizer: Any) -> None:
+    launched.clip_gradients(model, optimizer, max_norm=0.25)
+
+
+def clip_by_value(launched: Fabric, model: Any, optimizer: Any) -> None:
+    launched.clip_gradients(model, optimizer, clip_val=0.5)
+
+
+def train(chosen: Any, before_step: Callable[..., None], discards: bool = False) -> list[torch.Tensor]:
+    launched, model, optimizer = set_up(chosen)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for window in range(3):
+        if discards:
+            accumulate(launched, model, window + 5)
+            optimizer.zero_grad()
+        accumulate(launched, model, window, requests_end=window == 1)
+        before_step(launched, model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return weights(model)
+
+
+def same(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> bool:
+    return all(
+        torch.equal(a, b) for one, other in zip(left, right, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("stage", "offload"), PLACES)
+def test_updates_are_those_of_ddp(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    under_ddp = two_ranks.run(train, "ddp", before_nothing)
+    assert same(two_ranks.run(train, strategy(stage, offload), before_nothing), under_ddp)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, True), (3, False)])
+def test_zero_grad_discards_what_came_before(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    under_ddp = two_ranks.run(train, "ddp", before_nothing)
+    assert same(two_ranks.run(train, strategy(stage, offload), before_nothing, True), under_ddp)
+
+
+@pytest.mark.parametrize(("stage", "offload"), PLACES)
+def test_clipping_by_norm(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    """To the rounding of the norm: ZeRO adds up its squares in another order, and divides by it elsewhere."""
+    under_ddp = two_ranks.run(train, "ddp", clip_by_norm)
+    for ours, theirs in zip(two_ranks.run(train, strategy(stage, offload), clip_by_norm), under_ddp, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert not same(under_ddp, two_ranks.run(train, "ddp", before_nothing))
+
+
+@pytest.mark.parametrize(("stage", "offload"), PLACES[:4])
+def test_clipping_by_value(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    under_ddp = two_ranks.run(train, "ddp", clip_by_value)
+    assert same(two_ranks.run(train, strategy(stage, offload), clip_by_value), under_ddp)
+    assert not same(under_ddp, two_ranks.run(train, "ddp", before_nothing))
+
+
+def refusals() -> list[str]:
+    launched, model, optimizer = set_up(strategy())
+    three, _, _ = (part := set_up(strategy(3)))
+    attempts: list[Callable[[], Any]] = [
+        lambda: launched.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0),
+        lambda: launched.clip_gradients(model, optimizer, max_norm=0.0),
+        lambda: three.clip_gradients(part[1], part[2], clip_val=1.0),
+        lambda: optimizer.load_state_dict({}),
+        lambda: RequestZeROFabric.engine_of(torch.nn.Linear(1, 1)),
+    ]
+    texts = []
+    for attempt in attempts:
+        with pytest.raises((ValueError, NotImplementedError, TypeError)) as caught:
+            attempt()
+        texts.append(str(caught.value))
+    launched.backward(loss_of(launched, model, 1) * float("inf"))
+    with pytest.raises(RuntimeError) as infinite:
+        launched.clip_gradients(model, optimizer, max_norm=1.0)
+    return [*texts, str(infinite.value)]
+
+
+def test_what_is_refused(two_ranks: RankGroup) -> None:
+    for texts in two_ranks.run(refusals):
+        parts = ["2-norm", "positive", "stage 3", "fabric.load", "fabric.setup", "error_if_nonfinite"]
+        assert all(part in text for part, text in zip(parts, texts, strict=True)), texts
+
+
+def counts(normalization: str) -> tuple[list[torch.Tensor], int, int]:
+    launched, model, optimizer = set_up(strategy(normalization=normalization))
+    engine = RequestZeROFabric.engine_of(model)
+    for k in range(MICRO_BATCHES):
+        loss = loss_of(launched, model, k)
+        if normalization == "token":
+            engine.add_weight(2.0)
+        launched.backward(loss)
+    requests = engine.update_window.requests
+    optimizer.step()
+    return weights(model), requests, engine.applied_updates
+
+
+def test_normalization_divides_in_the_step(two_ranks: RankGroup) -> None:
+    start = two_ranks.run(initial)[0]
+    results = {name: two_ranks.run(counts, name)[0] for name in ("sum", "mean", "token")}
+    assert all(result[1:] == (MICRO_BATCHES, 1) for result in results.values())
+    moved = {name: [a - b for a, b in zip(start, result[0], strict=True)] for name, result in results.items()}
+    ranks = 2
+    for summed, mean, token in zip(*moved.values(), strict=True):
+        assert torch.equal(mean * MICRO_BATCHES, summed)
+        assert torch.equal(token * (2.0 * MICRO_BATCHES * ranks), summed * ranks)
+
+
+def initial() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [param.detach().clone() for param in ExactLayers().parameters()]
+
+
+def two_models(chosen: Any) -> list[torch.Tensor]:
+    """Both backwards before both steps: each optimizer steps its own model."""
+    launched = fabric(chosen)
+    torch.manual_seed(0)
+    modules = [ExactLayers(), ExactLayers()]
+    pairs = [launched.setup(each, torch.optim.SGD(each.parameters(), lr=LR)) for each in modules]
+    for number, (model, _) in enumerate(pairs):
+        launched.backward(loss_of(launched, model, number), model=model)
+    for _, optimizer in pairs:
+        optimizer.step()
+    return [weight for model, _ in pairs for weight in weights(model)]
+
+
+def test_each_optimizer_steps_its_own_model(two_ranks: RankGroup) -> None:
+    assert same(two_ranks.run(two_models, strategy()), two_ranks.run(two_models, "ddp"))
+
+
+def built_in_parts() -> tuple[bool, bool]:
+    launched = fabric(strategy(3))
+    with launched.init_module():
+        model = torch.nn.Linear(4, 4)
+    in_parts = model.weight.numel() == 0
+    model, optimizer = launched.setup(model, torch.optim.SGD(model.parameters(), lr=LR))
+    before = weights(model)
+    launched.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    after = weights(model)
+    return in_parts, torch.equal(before[0] - LR, after[0])
+
+
+def test_a_module_of_stage_3_is_built_in_parts(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(built_in_parts) == [(True, True)] * 2
+
+
+def saved_and_resumed(stage: int, offload: bool, folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    launched, model, optimizer = set_up(strategy(stage, offload))
+    accumulate(launched, model, 0)
+    optimizer.step()
+    launched.save(folder, {"model": model, "optimizer": optimizer, "window": 1})
+    accumulate(launched, model, 1)
+    optimizer.step()
+    other, second, second_optimizer = set_up(strategy(stage, offload))
+    state = {"model": second, "optimizer": second_optimizer, "window": 0}
+    other.load(folder, state)
+    accumulate(other, second, state["window"])
+    second_optimizer.step()
+    return weights(model), weights(second), state["window"]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, True), (2, False), (3, True)])
+def test_resume(two_ranks: RankGroup, tmp_path: Path, stage: int, offload: bool) -> None:
+    for first, second, window in two_ranks.run(saved_and_resumed, stage, offload, str(tmp_path / "saved")):
+        assert same([first], [second])
+        assert window == 1
+
+
+def alone_in_a_save(folder: str) -> str:
+    from requestzero import RankDisagreementError
+
+    launched, model, _ = set_up(strategy())
+    loss = loss_of(launched, model, 0)
+    with pytest.raises(RankDisagreementError) as caught:
+        launched.save(folder, {"model": model}) if launched.global_rank == 0 else launched.backward(loss)
+    return str(caught.value)
+
+
+def test_a_rank_alone_in_a_save_is_an_error_on_all(tmp_path: Path) -> None:
+    ranks = RankGroup(2, forked=True)
+    try:
+        texts = ranks.run(alone_in_a_save, str(tmp_path / "saved"))
+    finally:
+        ranks.stop()
+    assert texts[0] == texts[1]
+    assert "fabric.save" in texts[0]
+
+
+def closure_result(chosen: Any) -> tuple[float, list[torch.Tensor]]:
+    launched, model, optimizer = set_up(chosen)
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(launched, model, 3)
+        launched.backward(loss)
+        return loss
+
+    return float(optimizer.step(closure)), weights(model)
+
+
+def test_a_closure_runs_before_the_step(two_ranks: RankGroup) -> None:
+    ours, theirs = two_ranks.run(closure_result, strategy()), two_ranks.run(closure_result, "ddp")
+    assert [value for value, _ in ours] == [value for value, _ in theirs]
+    assert same([after for _, after in ours], [after for _, after in theirs])
+
+
+def by_name(name: str) -> tuple[int, bool]:
+    import requestzero.fabric  # noqa: F401 (registers the names)
+
+    chosen: Any = Fabric(accelerator="cpu", devices=1, strategy=name).strategy
+    return chosen.settings.stage, chosen.settings.offload_optimizer
+
+
+@pytest.mark.parametrize(("stage", "offload"), PLACES)
+def test_names(stage: int, offload: bool) -> None:
+    assert by_name(f"request_zero_{stage}" + "_offload" * offload) == (stage, offload)
+
+
+def test_the_strategy_of_the_trainer_says_what_to_write() -> None:
+    with pytest.raises(ValueError, match=r"requestzero\.RequestZeROFabric"):
+        Fabric(accelerator="cpu", devices=1, strategy=RequestZeRO())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"incomplete_window": "drop"}, "RequestZeROFabric has no option 'incomplete_window'"),
+        ({"config": {"gradient_accumulation_steps": 4}}, "call optimizer.step"),
+        ({"stage": 1, "config": {"zero_optimization": {"stage": 2}}}, "the arguments of RequestZeROFabric"),
+        ({"retain_gpu_grad_partition_until_step": True}, "does not apply without optimizer offload"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        RequestZeROFabric(**options)
