@@ -48,6 +48,19 @@ RELIED_ON = {
         "DeepSpeedStrategy._initialize_deepspeed_train",
         "DeepSpeedStrategy.init_deepspeed",
     ],
+    "lightning.fabric.strategies.ddp": [
+        "DDPStrategy.setup_environment",
+    ],
+    "lightning.fabric.wrappers": [
+        "_FabricOptimizer.__init__",
+        "_FabricOptimizer.step",
+        "_FabricOptimizer.__getattr__",
+    ],
+    "lightning.fabric.fabric": [
+        "Fabric.backward",
+        "Fabric.no_backward_sync",
+        "Fabric.clip_gradients",
+    ],
     "lightning.fabric.strategies.deepspeed": [
         "_format_precision_config",
     ],
@@ -132,7 +145,13 @@ RELIED_ON = {
 }
 
 UPSTREAM = ("deepspeed", "lightning", "accelerate", "transformers")
-OURS = ("requestzero.zero", "requestzero.lightning", "requestzero.accelerate", "requestzero.transformers")
+OURS = (
+    "requestzero.zero",
+    "requestzero.lightning",
+    "requestzero.fabric",
+    "requestzero.accelerate",
+    "requestzero.transformers",
+)
 
 
 def relied_on() -> set[str]:

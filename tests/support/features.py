@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-LIGHTNING = "Lightning"
+LIGHTNING, FABRIC, ACCELERATE = "Lightning", "Fabric", "Accelerate"
+TRAINER, TRL, UNCHANGED = "Trainer", "TRL", "`requestzero.run`"
 
 
 class Outcome(Enum):
@@ -13,6 +14,9 @@ class Outcome(Enum):
 
     SAME = "as under DDP"
     REFUSED = "refused, says why"
+    WORKS = "works"
+    """Where DDP has nothing to compare with."""
+    MEANT = "differs on purpose"
 
 
 class Feature(NamedTuple):
@@ -29,6 +33,7 @@ _HOOKS = "lightning/test_gradients_in_hooks.py"
 _WEIGHTS = "lightning/test_written_weights_lightning.py::test_written_weights"
 _OPTIMIZER = "lightning/test_callbacks_and_tuner.py"
 _SAVING = "lightning/test_checkpoint_hooks.py"
+_FABRIC = "fabric/test_fabric.py"
 
 
 def _lightning(name: str, test: str, outcome: Outcome = Outcome.SAME) -> Feature:
@@ -97,9 +102,203 @@ FEATURES = (
         Outcome.REFUSED,
     ),
     _lightning(
-        "Fabric, and the Trainer of `pytorch_lightning`",
-        f"{_OPTIMIZER}::test_other_trainers_say_what_to_import",
+        "the Trainer of `pytorch_lightning`", f"{_OPTIMIZER}::test_other_trainers_say_what_to_import", Outcome.REFUSED
+    ),
+    Feature(
+        "loop with `no_backward_sync`, schedulers, requests that end in between",
+        FABRIC,
+        Outcome.SAME,
+        f"{_FABRIC}::test_updates_are_those_of_ddp",
+    ),
+    Feature(
+        "`optimizer.zero_grad()` before a step",
+        FABRIC,
+        Outcome.SAME,
+        f"{_FABRIC}::test_zero_grad_discards_what_came_before",
+    ),
+    Feature("`clip_gradients(max_norm=...)`", FABRIC, Outcome.SAME, f"{_FABRIC}::test_clipping_by_norm"),
+    Feature(
+        "`clip_gradients(clip_val=...)` at stages 1 and 2", FABRIC, Outcome.SAME, f"{_FABRIC}::test_clipping_by_value"
+    ),
+    Feature("`optimizer.step(closure)`", FABRIC, Outcome.SAME, f"{_FABRIC}::test_a_closure_runs_before_the_step"),
+    Feature(
+        "several models, each with its optimizer",
+        FABRIC,
+        Outcome.SAME,
+        f"{_FABRIC}::test_each_optimizer_steps_its_own_model",
+    ),
+    Feature(
+        "`fabric.init_module()` at stage 3",
+        FABRIC,
+        Outcome.WORKS,
+        f"{_FABRIC}::test_a_module_of_stage_3_is_built_in_parts",
+    ),
+    Feature(
+        "`fabric.save`, `fabric.load`: ends as the uninterrupted run", FABRIC, Outcome.WORKS, f"{_FABRIC}::test_resume"
+    ),
+    Feature(
+        "a rank alone in a save", FABRIC, Outcome.REFUSED, f"{_FABRIC}::test_a_rank_alone_in_a_save_is_an_error_on_all"
+    ),
+    Feature(
+        "`clip_val` at stage 3, other norms, `optimizer.load_state_dict`",
+        FABRIC,
         Outcome.REFUSED,
+        f"{_FABRIC}::test_what_is_refused",
+    ),
+    Feature(
+        "the Trainer's strategy given to Fabric",
+        FABRIC,
+        Outcome.REFUSED,
+        f"{_FABRIC}::test_the_strategy_of_the_trainer_says_what_to_write",
+    ),
+    Feature(
+        "loop with `accumulate`, schedulers, clipping",
+        ACCELERATE,
+        Outcome.SAME,
+        "accelerate/test_loop.py::test_updates_are_those_of_ddp_bit_for_bit",
+    ),
+    Feature(
+        "last, shorter window of a loader, divided by its own count where DDP divides by N",
+        ACCELERATE,
+        Outcome.MEANT,
+        "accelerate/test_loop.py::test_a_short_last_window_is_divided_by_its_own_count",
+    ),
+    Feature(
+        "`continue` or `break` inside `accumulate`",
+        ACCELERATE,
+        Outcome.SAME,
+        "accelerate/test_left_windows.py::test_updates_are_those_of_ddp",
+    ),
+    Feature(
+        "values set in the plugin's config or attributes before `prepare`",
+        ACCELERATE,
+        Outcome.SAME,
+        "accelerate/test_changed_after.py::test_what_is_set_before_prepare_is_taken_over",
+    ),
+    Feature(
+        "values set where another place says something else",
+        ACCELERATE,
+        Outcome.REFUSED,
+        "accelerate/test_changed_after.py::test_what_cannot_be_taken_over_is_told",
+    ),
+    Feature(
+        "the plugin's config given to `deepspeed.initialize`: a stock one",
+        ACCELERATE,
+        Outcome.WORKS,
+        "accelerate/test_changed_after.py::test_others_see_a_stock_config",
+    ),
+    Feature(
+        "optimizer and scheduler of the DeepSpeed config, as a scheduler of PyTorch",
+        ACCELERATE,
+        Outcome.WORKS,
+        "accelerate/test_loop.py::test_optimizer_and_scheduler_of_the_deepspeed_config",
+    ),
+    Feature(
+        "`save_state`, `load_state`: ends as the uninterrupted run",
+        ACCELERATE,
+        Outcome.WORKS,
+        "accelerate/test_accelerate_checkpoints.py::test_resumed_equals_uninterrupted",
+    ),
+    Feature(
+        "another number of ranks, as it is or converted: ends as the uninterrupted run",
+        ACCELERATE,
+        Outcome.WORKS,
+        "accelerate/test_other_rank_count.py::test_two_ranks_and_then_one",
+    ),
+    Feature(
+        "several models in one `prepare` or `Accelerator`",
+        ACCELERATE,
+        Outcome.REFUSED,
+        "accelerate/test_settings_sources.py::test_objects_that_cannot_be_prepared",
+    ),
+    Feature(
+        "`train()`", TRAINER, Outcome.SAME, "accelerate/test_trainer.py::test_other_models_are_trained_as_under_ddp"
+    ),
+    Feature("`train()` twice", TRAINER, Outcome.SAME, "transformers/test_trainer_calls.py::test_train_twice"),
+    Feature(
+        "`train()` twice with `model_init`",
+        TRAINER,
+        Outcome.SAME,
+        "transformers/test_trainer_calls.py::test_train_twice_with_a_new_model",
+    ),
+    Feature(
+        "`evaluate()` before `train()`, which it does not change",
+        TRAINER,
+        Outcome.SAME,
+        "transformers/test_trainer_calls.py::test_evaluate_before_train",
+    ),
+    Feature(
+        "scheduler of the DeepSpeed config and what is logged of it, as Trainer's own",
+        TRAINER,
+        Outcome.WORKS,
+        "transformers/test_trainer_calls.py::test_the_scheduler_of_the_config_has_no_lag",
+    ),
+    Feature(
+        "`resume_from_checkpoint`: ends as the uninterrupted run",
+        TRAINER,
+        Outcome.WORKS,
+        "accelerate/test_trainer.py::test_a_resumed_run_ends_as_the_uninterrupted_one",
+    ),
+    Feature(
+        "arguments class mixed into another, in both orders, with the other's defaults",
+        TRAINER,
+        Outcome.WORKS,
+        "transformers/test_mixed_arguments.py::test_defaults_are_those_of_the_other_class",
+    ),
+    Feature(
+        '`drop_request`, `normalization="token"`',
+        TRAINER,
+        Outcome.REFUSED,
+        "accelerate/test_trainer.py::test_trainer_divides_by_tokens_itself",
+    ),
+    Feature(
+        "SFT, DPO with a reference model, GRPO, LoRA with gradient checkpointing",
+        TRL,
+        Outcome.SAME,
+        "trl/test_trl_trainers.py::test_the_weights_are_those_of_ddp",
+    ),
+    Feature(
+        "offload with `retain_gpu_grad_partition_until_step`",
+        TRL,
+        Outcome.SAME,
+        "trl/test_trl_trainers.py::test_with_offload_that_retains_the_partition",
+    ),
+    Feature(
+        "evaluation with `load_best_model_at_end`",
+        TRL,
+        Outcome.SAME,
+        "trl/test_trl_trainers.py::test_the_best_model_at_the_end",
+    ),
+    Feature("the same trainers, unchanged", UNCHANGED, Outcome.SAME, "trl/test_trl_trainers.py::test_unchanged"),
+    Feature(
+        "a bare `Accelerator()`, spawned workers, a shipped launch file: request-safe",
+        UNCHANGED,
+        Outcome.WORKS,
+        "run/test_adoption.py::test_a_bare_accelerator_under_accelerate_launch",
+    ),
+    Feature(
+        "`deepspeed.initialize` called by the program: request-safe, can be turned off",
+        UNCHANGED,
+        Outcome.WORKS,
+        "run/test_adoption.py::test_deepspeed_initialize_under_torchrun",
+    ),
+    Feature(
+        "subclasses of the plugin, `isinstance`, fields, pickling",
+        UNCHANGED,
+        Outcome.WORKS,
+        "run/test_adoption.py::test_every_plugin_of_a_supported_stage_is_adopted",
+    ),
+    Feature(
+        "stages 0 and 3: DeepSpeed's own, told once",
+        UNCHANGED,
+        Outcome.WORKS,
+        "run/test_adoption.py::test_other_stages_are_told_once",
+    ),
+    Feature(
+        "arguments, `__main__`, `-m`, tracebacks, exit codes, as under `python`",
+        UNCHANGED,
+        Outcome.WORKS,
+        "run/test_program.py::test_it_behaves_as_without",
     ),
 )
 
