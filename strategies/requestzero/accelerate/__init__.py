@@ -11,9 +11,13 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from requestzero.accelerate.micro_batches import MicroBatches
-from requestzero.accelerate.plugin import RequestZeROPlugin
-from requestzero.accelerate.requests import Requests
+from requestzero.environment.ranges import require_allowed
+
+require_allowed("accelerate", "transformers")  # first: other versions may lack what is imported below
+
+from requestzero.accelerate.micro_batches import MicroBatches  # noqa: E402
+from requestzero.accelerate.plugin import RequestZeROPlugin  # noqa: E402
+from requestzero.accelerate.requests import Requests  # noqa: E402
 
 if TYPE_CHECKING:
     from requestzero.accelerate.accelerator import Accelerator

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import metadata
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-
 from requestzero.environment.machine import installed_versions
+from requestzero.environment.ranges import DISTRIBUTION, is_allowed, requirements_of
 from requestzero.environment.versions import deepspeed_is_proved, proved_range
 
-DISTRIBUTION = "requestzero"
 PYTHON = "Python"
 
 
@@ -35,8 +32,7 @@ class Finding:
             return self.optional
         if self.proved is not None:
             return self.proved
-        # By public version: a local build tag does not change the source.
-        return SpecifierSet(self.supported).contains(self.installed.split("+")[0], prereleases=True)
+        return is_allowed(self.installed, self.supported)
 
 
 def check_versions() -> list[Finding]:
@@ -46,21 +42,20 @@ def check_versions() -> list[Finding]:
         ImportError: requestzero is not installed, as in a checkout on ``PYTHONPATH``: it has no metadata then.
     """
     try:
-        requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
         python = metadata.metadata(DISTRIBUTION)["Requires-Python"]
     except metadata.PackageNotFoundError:
         raise ImportError(
             "requestzero is not installed, so that nothing says which versions it supports. Run: pip install -e ."
         ) from None
     return [
-        Finding(name, version, python, optional=False) if name == PYTHON else _finding(name, version, requirements)
+        Finding(name, version, python, optional=False) if name == PYTHON else _finding(name, version)
         for name, version in installed_versions().items()
         if name != DISTRIBUTION
     ]
 
 
-def _finding(name: str, version: str | None, requirements: list[Requirement]) -> Finding:
-    ours = [requirement for requirement in requirements if requirement.name == name]
+def _finding(name: str, version: str | None) -> Finding:
+    ours = requirements_of(name)
     ranges = sorted({str(requirement.specifier) for requirement in ours})
     if name == "deepspeed":
         return Finding(name, version, proved_range(), optional=False, proved=deepspeed_is_proved())

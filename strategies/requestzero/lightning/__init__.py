@@ -30,9 +30,13 @@ gradients: ``trainer.save_checkpoint`` raises RuntimeError while ``strategy.wind
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import StrategyRegistry
+from requestzero.environment.ranges import require_allowed
 
-from requestzero.lightning.strategy import RequestZeRO
+require_allowed("lightning")  # first: another version may lack what is imported below
+
+from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
+
+from requestzero.lightning.strategy import RequestZeRO  # noqa: E402
 
 RequestZeRO.register_strategies(StrategyRegistry)
 

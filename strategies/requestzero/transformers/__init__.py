@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from requestzero.transformers.training_arguments import RequestZeROTrainingArguments
+from requestzero.environment.ranges import require_allowed
+
+require_allowed("accelerate", "transformers")  # first: other versions may lack what is imported below
+
+from requestzero.transformers.training_arguments import RequestZeROTrainingArguments  # noqa: E402
 
 __all__ = ["RequestZeROTrainingArguments"]
