@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,24 +18,38 @@ from requestzero.doctor.__main__ import main
 from requestzero.doctor.verify import gpu, life_cycle
 from requestzero.doctor.verify.configurations import PLACES, SUMS, configurations
 from requestzero.doctor.verify.result import Check, Run, Updates, Verification
-from requestzero.doctor.verify.run import plan
+from requestzero.doctor.verify.run import GPU_LIMIT, Group, Part, plan, run_group
 from requestzero.doctor.verify.setup import Setup
 from requestzero.doctor.verify.updates import compare, telling_windows
+from requestzero.environment.versions import UNPROVED
+from requestzero.probe.ranks import Launch
 from requestzero.probe.windows import random_windows
 from support.ranks import RankGroup
 
 
 def test_enough_is_configured() -> None:
     """At least 28 on the CPU; every place with every pair of dtypes, and both halves of every option."""
-    found = configurations(cuda=False)
+    found = configurations(cuda=False, stage_3=False)
     assert len({str(setup) for setup in found}) == len(found) >= 28
     plain = {(s.stage, s.offload, s.model, s.accum) for s in found if s == Setup(s.stage, s.offload, s.model, s.accum)}
     assert plain == {(*place, *dtypes) for place in PLACES for dtypes in SUMS}
-    assert {"fp16"} == {s.model for s in configurations(cuda=True)} - {s.model for s in found}
+    assert {"fp16"} == {s.model for s in configurations(cuda=True, stage_3=False)} - {s.model for s in found}
+
+
+def test_stage_3_is_configured() -> None:
+    more = configurations(cuda=False, stage_3=True)[len(configurations(cuda=False, stage_3=False)) :]
+    assert {setup.stage for setup in more} == {3}
+    assert {(s.model, s.accum) for s in more} == set(SUMS)
+    assert {(s.offload, "offload_param" in s.zero) for s in more} == {
+        (False, False),
+        (True, False),
+        (True, True),
+        (False, True),
+    }
 
 
 def test_every_configuration_has_telling_windows_of_its_own() -> None:
-    drawn = [telling_windows(number) for number in range(len(configurations(cuda=False)))]
+    drawn = [telling_windows(number) for number in range(len(configurations(cuda=False, stage_3=True)))]
     assert len({str(windows) for windows in drawn}) == len(drawn)
     for windows in drawn:
         several = [window for window in windows if sum(micro.request_end for micro in window) > 1]
@@ -41,9 +57,14 @@ def test_every_configuration_has_telling_windows_of_its_own() -> None:
 
 
 def test_the_ranks_by_gpus() -> None:
-    assert [(group.ranks, group.device, group.measures) for group in plan(0)] == [(2, "cpu", False)]
-    assert [(g.ranks, g.shares_device, g.measures) for g in plan(1)] == [(1, False, True), (2, True, False)]
-    assert [(group.ranks, group.device) for group in plan(8)] == [(8, "cuda")]
+    assert [(group.ranks, group.device, group.part, group.limit) for group in plan(0)] == [
+        (2, "cpu", Part.UPDATES, None)
+    ]
+    parts = [(Part.UPDATES, False), (Part.GPU, False), (Part.PROBE, False)]
+    assert [(g.part, g.shares_device) for g in plan(1) if g.ranks == 1] == parts
+    assert [(g.part, g.shares_device) for g in plan(1) if g.ranks == 2] == [(Part.UPDATES, True)]
+    assert all(group.limit is not None for gpus in (1, 8) for group in plan(gpus))
+    assert [(g.ranks, g.device, g.part) for g in plan(8)] == [(8, "cuda", part) for part in Part]
 
 
 # --- it can fail ----------------------------------------------------------------------------------------------------
@@ -90,7 +111,7 @@ def test_an_option_that_deepspeed_does_not_have_is_told(two_ranks: RankGroup) ->
 
 
 def life_cycle_of(folder: Path) -> list[Check]:
-    return life_cycle.check_life_cycle(lambda text: None, folder)
+    return life_cycle.check_life_cycle(lambda text: None, folder, stage_3=True)
 
 
 def unguarded_life_cycle(folder: Path) -> list[Check]:
@@ -106,7 +127,7 @@ def unguarded_life_cycle(folder: Path) -> list[Check]:
 
 def test_the_life_cycle_is_checked(two_ranks: RankGroup, tmp_path: Path) -> None:
     for checks in two_ranks.run(life_cycle_of, tmp_path / "good"):
-        assert len(checks) == 9
+        assert len(checks) == 13
         assert [check.name for check in checks if not check.passed] == []
     for checks in two_ranks.run(unguarded_life_cycle, tmp_path / "bad"):
         failed = [check.name.split(": ")[1] for check in checks if not check.passed]
@@ -169,20 +190,22 @@ def test_a_gpu_check_can_fail(two_ranks: RankGroup) -> None:
 
 
 def verification(*runs: Run, different: tuple[str, ...] = ()) -> Verification:
-    return Verification(None, different, list(runs), 12.3)
+    return Verification(None, different, (), list(runs), 12.3)
 
 
 def test_the_result_counts_what_is_wrong() -> None:
     good = Run("two ranks", [Updates("default", 15, 0)], [Check("a check", True), Check("measured", None, "7")])
     assert (verification(good).status, verification(good).lines()[-1]) == (
         0,
-        "0 of 15 parameter updates are wrong, in 1 configurations (12 s): passed; stage 3 is not tested by this",
+        "0 of 15 parameter updates are wrong, in 1 configurations (12 s): passed",
     )
+    without = replace(verification(good), stage_3=False).lines()[-1]
+    assert without.endswith(f"passed; stage 3, refused with this DeepSpeed, was left out ({UNPROVED}=1 tests it)")
     bad = Run("others", [Updates("stage=1", 15, 2), Updates("offload=True", 15, 15, "TypeError: no")])
     text = "\n".join(verification(good, bad, different=("a:b",)).lines())
     for part in ("stage=1: 2 of 15 updates are wrong", "1 configurations: TypeError: no", "17 of 45", "FAILED"):
         assert part in text
-    assert "DeepSpeed: 1 definitions are not those that were proved" in text
+    assert "DeepSpeed: 1 definitions of stages 1 to 3 are not those that were proved" in text
     assert verification(good, bad).status == 5
     assert verification(Run("ranks", failure="rank 1 died")).status == 5
     assert verification(Run("ranks", checks=[Check("a check", False)])).status == 5
@@ -198,6 +221,42 @@ def test_the_command_writes_what_it_prints(
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "result.json").read_text())
     assert main(["--verify"]) == 5
     assert "1 of 15 parameter updates are wrong" in capsys.readouterr().out
+
+
+def test_on_a_gpu_the_result_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = replace(verification(Run("ranks", failure="died")), gpus=1)
+    monkeypatch.setattr("requestzero.doctor.verify.run.verify", lambda device, report: found)
+    assert main(["--verify"]) == 5
+    assert json.loads((tmp_path / "outputs/verify.json").read_text())["runs"][0]["failure"] == "died"
+    assert "wrote outputs/verify.json" in capsys.readouterr().err
+
+
+# --- its time ---------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("requestzero.doctor.verify.run.Launch", hanging)
+    machine, run = run_group(Group("ranks", 1, "cpu", limit=6.0), True, time.monotonic(), lambda text: None)
+    assert (machine, run.passed) == (None, False)
+    assert run.failure == "at a long wait: ended, since it was not done after 6 s"
+
+
+def hanging(work: Any, *args: Any, **options: Any) -> Launch:
+    return Launch(wait_long, *args, **options)
+
+
+def wait_long(report: Callable[[str], None]) -> None:
+    report("a long wait")
+    time.sleep(600)
+
+
+def test_groups_end_with_the_time_of_all() -> None:
+    begun = time.monotonic() - GPU_LIMIT
+    machine, run = run_group(Group("ranks", 1, "cpu", limit=60.0), True, begun, lambda text: None)
+    assert (machine, run.failure) == (None, "not begun: the 480 s of the self-test are over")
 
 
 @pytest.mark.parametrize("arguments", [["--verify", "ds.json"], ["--out", "result.json"], ["--device", "cpu"]])

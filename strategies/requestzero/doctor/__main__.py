@@ -23,6 +23,9 @@ With --verify a self-test instead, of about a minute: random windows in many con
 GPUs, compared bit for bit with plain PyTorch, a skipped window, a checkpoint and a resume. On GPUs also streams, pinned
 memory, "auto" and the probe, which takes minutes. A DeepSpeed that was not proved is tested too."""
 
+GPU_RESULT = Path("outputs/verify.json")
+"""The file for a self-test on GPUs, unless another is given: it takes minutes, on a machine that may be gone then."""
+
 EPILOG = f"""\
 exit status:
   {Status.FINE}  everything is supported, and stock DeepSpeed applies every window's sum (or no CONFIG was given)
@@ -47,8 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (ImportError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return Status.UNFIT
-    if given.out:
-        given.out.write_text(json.dumps(found.as_json(), indent=2) + "\n", encoding="utf-8")
+    out = given.out or (GPU_RESULT if isinstance(found, Verification) and found.gpus else None)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found.as_json(), indent=2) + "\n", encoding="utf-8")
+        print(f"wrote {out}", file=sys.stderr)
     if given.json:
         print(json.dumps(found.as_json(), indent=2))
     elif isinstance(found, Diagnosis):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +38,8 @@ class Launch:
     """For another rank in a collective: ranks that stock lets drift apart end with an error, and not never."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of the ranks."""
+    limit: float | None = None
+    """Seconds after which ranks that are not done are ended."""
 
 
 class RankFailure(RuntimeError):
@@ -50,7 +54,7 @@ def run_ranks(launch: Launch, report: Report) -> Any:
         report: called in this process with what the first rank reports.
 
     Raises:
-        RankFailure: a rank raised or died.
+        RankFailure: a rank raised or died, or the time was over.
     """
     import torch.multiprocessing as ranks
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
@@ -61,10 +65,12 @@ def run_ranks(launch: Launch, report: Report) -> Any:
         try:
             context = ranks.spawn(_rank, (launch, folder, theirs), nprocs=launch.ranks, join=False)
             try:
-                done = False
-                while not done:
-                    done = context.join(timeout=0.1)
+                end = math.inf if launch.limit is None else time.monotonic() + launch.limit
+                while not context.join(timeout=0.1):
                     _drain(ours, report, found)
+                    if time.monotonic() > end:
+                        raise RankFailure(f"ended, since it was not done after {launch.limit:.0f} s")
+                _drain(ours, report, found)
             finally:
                 _end(context.processes)
         except (ProcessRaisedException, ProcessExitedException) as error:
@@ -92,8 +98,11 @@ def _drain(pipe: Connection, report: Callable[[str], None], found: list[Any]) ->
 def _environment(launch: Launch) -> dict[str, str]:
     """Return the variables that have to be set before a rank imports torch and DeepSpeed."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // launch.ranks))
-    accelerator = {"DS_ACCELERATOR": "cpu"} if launch.device == "cpu" else {}
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), **accelerator, **launch.environment}
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        "DS_ACCELERATOR": launch.device,
+        **launch.environment,
+    }
 
 
 def _rank(rank: int, launch: Launch, folder: str, pipe: Connection) -> None:

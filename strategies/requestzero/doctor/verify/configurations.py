@@ -42,14 +42,38 @@ _OPTIONS: list[tuple[int, bool, str, str, dict[str, Any]]] = [
 ]
 
 
-def configurations(cuda: bool) -> list[Setup]:
-    """Return what the self-test runs; fp16 only on GPUs, since DeepSpeed refuses it on the CPU."""
+_GATHERED = {"stage3_param_persistence_threshold": 0}  # else parameters as small as these are never sharded
+_PARAMS = {"offload_param": {"device": "cpu"}}
+_STAGE_3: list[tuple[bool, str, str, dict[str, Any]]] = [
+    (False, "fp32", "fp32", {}),
+    (False, "bf16", "bf16", {"zero": _GATHERED}),
+    (False, "bf16", "fp32", {"zero": {**_GATHERED, "reduce_bucket_size": 8}, "checkpointing": "reentrant"}),
+    (False, "bf16", "fp32", {"managed": False, "zero": {"sub_group_size": 20}}),
+    (True, "bf16", "bf16", {"zero": {**_GATHERED, "overlap_comm": True}}),
+    (True, "bf16", "fp32", {"zero": {**_PARAMS, **_GATHERED}, "groups": 3}),
+    (False, "bf16", "fp32", {"zero": {**_PARAMS, "reduce_scatter": False}}),
+]
+
+
+def configurations(cuda: bool, stage_3: bool) -> list[Setup]:
+    """Return what the self-test runs.
+
+    Args:
+        cuda: with fp16, which DeepSpeed refuses on the CPU.
+        stage_3: with ZeRO 3.
+    """
     plain = [
         Setup(stage=stage, offload=offload, model=model, accum=accum)
         for (stage, offload), (model, accum) in product(PLACES, [*SUMS, *(_FP16 if cuda else [])])
     ]
     found = [replace(each, config=_SCALE) if each.model == "fp16" else each for each in plain]
-    return found + [
+    found += [
         Setup(stage=stage, offload=offload, model=model, accum=accum, **option)
         for stage, offload, model, accum, option in _OPTIONS
     ]
+    if stage_3:
+        found += [
+            Setup(stage=3, offload=offload, model=model, accum=accum, **option)
+            for offload, model, accum, option in _STAGE_3
+        ]
+    return found

@@ -21,6 +21,7 @@ _LAYERS, _WIDTH = 8, 1024
 _PARAMETERS = _LAYERS * _WIDTH**2
 _SLEEP = 20_000_000  # cycles, about 10 ms: many times what a backward of a layer takes
 _LATE_BYTES = 256 * 2**20
+_LATE_COPIES = 100  # about a second at 25 GB/s
 
 
 class SlowChain(torch.nn.Module):
@@ -123,15 +124,21 @@ def _streams(retain: bool | str, **zero: Any) -> bool:
 
 @contextmanager
 def _busy_copies() -> Iterator[None]:
-    """Keep the copy engine busy, so that copies of partitions are late."""
-    source = torch.empty(_LATE_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(_LATE_BYTES, dtype=torch.uint8, device="cuda")
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(50):
-            target.copy_(source, non_blocking=True)
-    yield
-    stream.synchronize()
+    """Keep the copy engines of both directions busy, so that copies of partitions are late."""
+    on_host = torch.empty(_LATE_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(_LATE_BYTES, dtype=torch.uint8, device="cuda")
+    pairs = [(on_device, on_host), (torch.empty_like(on_host, pin_memory=True), torch.empty_like(on_device))]
+    streams = [torch.cuda.Stream() for _ in pairs]  # type: ignore[no-untyped-call]
+    for stream, (target, source) in zip(streams, pairs, strict=True):
+        stream.wait_stream(torch.cuda.current_stream())  # which may still use the memory that was given out
+        with torch.cuda.stream(stream):
+            for _ in range(_LATE_COPIES):
+                target.copy_(source, non_blocking=True)
+    try:
+        yield
+    finally:  # the memory goes back to the stream that it was given out on
+        for stream in streams:
+            stream.synchronize()
 
 
 def _prefetches() -> bool:
@@ -165,14 +172,15 @@ def _frees() -> bool:
 
 
 def _allocated_between_requests(retain: bool) -> int:
+    gc.collect()  # what is left of earlier engines
+    before = torch.cuda.memory_allocated()
     with _built(retain) as engine:
         _window(engine, seed=8)
         _backward(engine, seed=900, end=True)
         torch.cuda.synchronize()
         allocated = torch.cuda.memory_allocated()
         engine.zero_grad()
-    gc.collect()
-    return allocated
+    return allocated - before
 
 
 def _host_waits() -> Check:
@@ -238,6 +246,7 @@ def cannot_communicate() -> Check | None:
         dist.reduce(value, 0)
         parts = torch.empty(4 * dist.get_world_size(), device="cuda")
         dist.all_gather_into_tensor(parts, value)
+        dist.reduce_scatter_tensor(value, parts)
         torch.cuda.synchronize()
     except (RuntimeError, NotImplementedError) as error:
         return Check("two ranks on one GPU", None, f"not possible with this backend: {str(error).splitlines()[0]}")

@@ -22,19 +22,21 @@ _SETUPS = (
     Setup(stage=1, model="bf16", accum="fp32"),
     Setup(stage=2, offload=True, model="bf16", accum="fp32"),
 )
+_STAGE_3 = Setup(stage=3, model="bf16", accum="fp32", zero={"stage3_param_persistence_threshold": 0})
 _CLIPPED = Setup(stage=2, config={"gradient_clipping": 1e6})
 """In fp32 nothing is checked, but clipping reads the norm."""
 
 
-def check_life_cycle(report: Callable[[str], None], folder: Path) -> list[Check]:
+def check_life_cycle(report: Callable[[str], None], folder: Path, stage_3: bool) -> list[Check]:
     """Run the checks; return the same on every rank (collective).
 
     Args:
         report: called with the name of the next check.
         folder: for checkpoints, the same on all ranks.
+        stage_3: also with ZeRO 3.
     """
     found = []
-    for setup in _SETUPS:
+    for setup in [*_SETUPS, *([_STAGE_3] if stage_3 else [])]:
         place = "offload" if setup.offload else "device"
         checks = {
             "a window that is not finite is skipped, and nothing of it is left": partial(_skips, setup),

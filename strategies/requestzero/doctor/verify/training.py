@@ -96,14 +96,19 @@ def masters(engine: Any) -> list[torch.Tensor]:
 
 def masters_and_state(engine: Any) -> list[torch.Tensor]:
     """Return the master weights, and this rank's part of what the optimizer keeps beside them (collective)."""
-    flats = engine.optimizer.single_partition_of_fp32_groups
-    kept = [v for flat in flats for v in engine.optimizer.state[flat].values() if torch.is_tensor(v)]
+    optimizer, is_stage_3 = engine.optimizer, engine.zero_optimization_stage() == 3
+    flats = optimizer.fp32_partitioned_groups_flat if is_stage_3 else optimizer.single_partition_of_fp32_groups
+    kept = [v for flat in flats for v in optimizer.state[flat].values() if torch.is_tensor(v)]
     return [*masters(engine), *(v.clone() for v in kept)]
 
 
 def module_weights(engine: Any) -> list[torch.Tensor]:
-    """Return the module's own weights, in fp32 on the CPU."""
-    return [p.detach().float().cpu().clone() for p in engine.module.parameters()]
+    """Return the module's own weights, in fp32 on the CPU (collective at stage 3, where they are gathered)."""
+    import deepspeed
+
+    params = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(params, enabled=engine.zero_optimization_stage() == 3):
+        return [p.detach().float().cpu().clone() for p in params]
 
 
 def difference(before: list[torch.Tensor], after: list[torch.Tensor], lr: float = LR) -> list[torch.Tensor]:

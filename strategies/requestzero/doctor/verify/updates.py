@@ -19,10 +19,10 @@ WINDOWS = 3
 """Of each configuration, of at most as many requests."""
 
 
-def compare_all(report: Callable[[str], None], cuda: bool) -> list[Updates]:
+def compare_all(report: Callable[[str], None], cuda: bool, stage_3: bool) -> list[Updates]:
     """Run every configuration; return the same on every rank (collective)."""
     found = []
-    for number, setup in enumerate(configurations(cuda)):
+    for number, setup in enumerate(configurations(cuda, stage_3)):
         report(str(setup))
         found.append(compare(setup, telling_windows(number)))
     return found
