@@ -145,8 +145,8 @@ def test_zero_3_has_a_check_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path
     require_supported_deepspeed()
     with pytest.raises(ImportError, match=r"DeepSpeedZeroOptimizer_Stage3\.step\. Run: pip") as raised:
         requestzero.initialize(model=None, config={"zero_optimization": {"stage": 3}})
-    assert "--verify" not in str(raised.value), "which tests stages 1 and 2 only"
-    assert str(raised.value).endswith(f"\n{UNPROVED}=1 lets it run, with a warning.")
+    assert f"{UNPROVED}=1 python -m requestzero.doctor --verify. " in str(raised.value)
+    assert str(raised.value).endswith(f" {UNPROVED}=1 lets it run, with a warning.")
 
 
 def test_only_the_newest_release_was_proved_for_zero_3() -> None:

@@ -21,7 +21,8 @@ changed.
 
 With --verify a self-test instead, of about a minute: random windows in many configurations on two CPU ranks or all
 GPUs, compared bit for bit with plain PyTorch, a skipped window, a checkpoint and a resume. On GPUs also streams, pinned
-memory, "auto" and the probe, which takes minutes. A DeepSpeed that was not proved is tested too."""
+memory, "auto" and the probe, in at most 8 minutes; the result is then also in outputs/verify.json, unless --out names
+another file. A DeepSpeed that was not proved is tested too."""
 
 GPU_RESULT = Path("outputs/verify.json")
 """The file for a self-test on GPUs, unless another is given: it takes minutes, on a machine that may be gone then."""

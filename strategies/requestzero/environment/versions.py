@@ -45,10 +45,10 @@ def _require(stage_3: bool) -> None:
     if different and os.environ.get(UNPROVED) == "1":
         _warn(_finding(package, different))
     elif different:
-        self_test = "Or test the installed version on this machine: python -m requestzero.doctor --verify. "
-        test = "" if stage_3 else self_test  # which runs stages 1 and 2
+        consent = f"{UNPROVED}=1 " if stage_3 else ""  # without it the self-test leaves a refused stage 3 out
         raise ImportError(
-            f"{_finding(package, different)} Run: {pip_line()}\n{test}{UNPROVED}=1 lets it run, with a warning."
+            f"{_finding(package, different)} Run: {pip_line()}\nOr test the installed version on this machine: "
+            f"{consent}python -m requestzero.doctor --verify. {UNPROVED}=1 lets it run, with a warning."
         )
 
 
