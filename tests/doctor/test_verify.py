@@ -24,6 +24,7 @@ from requestzero.doctor.verify.updates import compare, telling_windows
 from requestzero.environment.versions import UNPROVED
 from requestzero.probe.ranks import Launch
 from requestzero.probe.windows import random_windows
+from support.fake_cuda import fake_cuda
 from support.ranks import RankGroup
 
 
@@ -172,6 +173,19 @@ def gpu_check(name: str) -> bool:
 @pytest.mark.parametrize("name", GPU_CHECKS)
 def test_the_arithmetic_of_the_gpu_checks(two_ranks: RankGroup, name: str) -> None:
     assert two_ranks.run(gpu_check, name) == [True, True]
+
+
+def all_gpu_checks() -> list[Check]:
+    with fake_cuda(width=16):
+        return gpu.check_gpu(lambda text: None)
+
+
+def test_all_gpu_checks_run(one_rank: RankGroup) -> None:
+    """On the CPU only that they run to their end, and count as they should: nothing there can be late."""
+    (checks,) = one_rank.run(all_gpu_checks)
+    assert len(checks) == 10
+    assert [check for check in checks[:-1] if not check.passed] == []
+    assert (checks[-1].name, checks[-1].passed) == ("host waits in two backwards", None)
 
 
 def late_gpu_check() -> bool:

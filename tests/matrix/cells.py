@@ -4,55 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-DEEPSPEED = ("tests/zero", "tests/doctor", "tests/environment")
-LIGHTNING = ("tests/lightning", "tests/front_ends")
-ACCELERATE = ("tests/accelerate", "tests/front_ends")
-
 
 @dataclass(frozen=True)
 class Cell:
-    """One environment: other packages than those of ``constraints.txt``, and the tests that concern them."""
+    """One environment: other packages than those of ``constraints.txt``."""
 
     name: str
     packages: dict[str, str] = field(default_factory=dict)
     """Version by package. They are laid over the environment that runs the script, without their dependencies."""
-    tests: tuple[str, ...] = ()
-    """Folders of tests beside the self-test."""
     python: str | None = None
-    """Version of Python; given, the cell is an environment of its own with all packages."""
+    """Version of Python; given, the cell is an environment of its own, with all else as pip chooses it."""
+
+
+def versions(torch: str, deepspeed: str, lightning: str, accelerate: str, transformers: str) -> dict[str, str]:
+    return {
+        "torch": torch,
+        "deepspeed": deepspeed,
+        "lightning": lightning,
+        "accelerate": accelerate,
+        "transformers": transformers,
+    }
 
 
 CELLS = [
-    Cell("pinned", tests=("tests",)),
-    Cell("DeepSpeed 0.19.7", {"deepspeed": "0.19.7"}, DEEPSPEED),
-    Cell("DeepSpeed 0.19.6", {"deepspeed": "0.19.6"}, DEEPSPEED),
-    Cell(
-        "front ends, oldest",
-        {"lightning": "2.6.0", "accelerate": "1.13.0", "transformers": "5.18.0"},
-        (
-            "tests/accelerate/test_loop.py",
-            "tests/accelerate/test_trainer.py",
-            "tests/lightning/test_windows.py",
-            "tests/lightning/test_parity_with_ddp.py",
-        ),
-    ),
-    Cell("Lightning 2.6.0", {"lightning": "2.6.0"}, LIGHTNING),
-    Cell("Accelerate 1.14", {"accelerate": "1.14.0"}, ACCELERATE),
-    Cell("Accelerate 1.13", {"accelerate": "1.13.0"}, ACCELERATE),
-    Cell("transformers 5.20", {"transformers": "5.20.0"}, ("tests/accelerate/test_trainer.py",)),
-    Cell("transformers 5.18", {"transformers": "5.18.0"}, ("tests/accelerate/test_trainer.py",)),
-    Cell(
-        "oldest",
-        {
-            "torch": "2.9.0",
-            "deepspeed": "0.19.6",
-            "lightning": "2.6.0",
-            "accelerate": "1.13.0",
-            "transformers": "5.20.0",
-        },
-        ("tests/zero",),
-        python="3.10",
-    ),
-    Cell("Python 3.12", {"torch": "2.14.1", "deepspeed": "0.19.8"}, ("tests/zero",), python="3.12"),
-    Cell("newest", {"torch": "2.15.0", "deepspeed": "0.19.8"}, ("tests/zero",), python="3.13"),
+    Cell("pinned"),
+    Cell("oldest", versions("2.9.0", "0.19.6", "2.6.0", "1.13.0", "5.18.0"), python="3.10"),
+    Cell("between", versions("2.14.1", "0.19.7", "2.6.0", "1.14.0", "5.24.0"), python="3.12"),
+    Cell("newest", versions("2.15.0", "0.19.8", "2.6.6", "1.15.0", "5.24.0"), python="3.13"),
+    Cell("DeepSpeed 0.19.6", {"deepspeed": "0.19.6"}),
+    Cell("DeepSpeed 0.19.7", {"deepspeed": "0.19.7"}),
+    Cell("front ends, oldest", {"lightning": "2.6.0", "accelerate": "1.13.0", "transformers": "5.18.0"}),
 ]

@@ -1,7 +1,7 @@
 """Run the self-test, and with ``--tests`` the fast tests, in every environment, and write the table of the docs.
 
     python tests/matrix/run.py                                   # the self-test in every cell
-    python tests/matrix/run.py "DeepSpeed 0.19.6" --tests        # one cell, with the tests that concern it
+    python tests/matrix/run.py "DeepSpeed 0.19.6" --tests        # one cell, with the fast tests
     python tests/matrix/run.py --dry "DeepSpeed 0.19.6"          # only the exit status; nothing is written
 
 Environments are kept in ``--folder`` and used again. Results are kept in ``results.json``, a cell at a time.
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from cells import CELLS, Cell
 
@@ -29,7 +30,8 @@ RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs/reference/versions.md"
 SHOWN = ("torch", "deepspeed", "lightning", "accelerate", "transformers")
 MARKS = ("<!-- matrix: begin (python tests/matrix/run.py) -->", "<!-- matrix: end -->")
-NEEDED = "pytest>=8 pytest-timeout hypothesis rich jinja2 matplotlib tensorboard jsonargparse[signatures] ninja"
+BUILD = ("setuptools", "wheel", "packaging", "hatchling", "numpy", "ninja")
+"""What DeepSpeed's and this package's builds need: they run in the environment itself, where DeepSpeed finds torch."""
 
 VERSIONS = """
 import json
@@ -53,7 +55,7 @@ class Environment:
 def environment_of(cell: Cell, folder: Path) -> Environment:
     """Build the cell's environment in ``folder``, unless it is there."""
     place = folder / re.sub(r"[^\w.]+", "-", cell.name)
-    variables = {"TORCH_EXTENSIONS_DIR": str(place / "torch_extensions"), "REQUESTZERO_UNPROVED_DEEPSPEED": "1"}
+    variables = {"TORCH_EXTENSIONS_DIR": str(place / "torch_extensions")}
     if cell.python is None:
         paths = [overlay(package, version, folder) for package, version in cell.packages.items()]
         return Environment(
@@ -61,7 +63,8 @@ def environment_of(cell: Cell, folder: Path) -> Environment:
         )
     if not (place / "built").exists():
         build(cell, place)
-    return Environment(str(place / "bin/python"), {**variables, "PYTHONPATH": str(ROOT / "strategies")})
+    path = os.pathsep.join([str(place / "bin"), os.environ["PATH"]])  # tests start programs by name
+    return Environment(str(place / "bin/python"), {**variables, "PATH": path, "PYTHONPATH": str(ROOT / "strategies")})
 
 
 def overlay(package: str, version: str, folder: Path) -> str:
@@ -73,23 +76,17 @@ def overlay(package: str, version: str, folder: Path) -> str:
 
 
 def build(cell: Cell, place: Path) -> None:
-    """Make an environment with another Python: torch first, since DeepSpeed's build looks for it."""
+    """Make an environment with another Python: the cell's packages, and this package with its tests' needs."""
     python = shutil.which(f"python{cell.python}")
     if python is None:
         raise SystemExit(f"{cell.name}: there is no python{cell.python} on the PATH.")
     subprocess.run([python, "-m", "venv", "--clear", str(place)], check=True)
-    inside = str(place / "bin/python")
-    pip(inside, f"torch=={cell.packages['torch']}", "setuptools", "wheel", "packaging")
-    wanted = [f"{package}=={version}" for package, version in cell.packages.items()]
-    pip(inside, "--no-build-isolation", *wanted, *NEEDED.split(), *pinned_otherwise(cell))
+    inside, pins = str(place / "bin/python"), place / "constraints.txt"
+    pins.write_text("".join(f"{package}=={version}\n" for package, version in cell.packages.items()))
+    with patch.dict(os.environ, PIP_CONSTRAINT=str(pins)):  # in the place of the machine's own constraints
+        pip(inside, "torch", *BUILD)
+        pip(inside, "--no-build-isolation", "-e", f"{ROOT}[dev]")
     (place / "built").touch()
-
-
-def pinned_otherwise(cell: Cell) -> list[str]:
-    """Return the front ends at their pinned versions, where the cell names none."""
-    pins = dict(re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
-    names = [name for name in ("lightning", "accelerate", "transformers") if name not in cell.packages]
-    return [*(f"{name}=={pins[name]}" for name in names), "hydra-core>=1.3.2,<1.4", "hjson"]
 
 
 def pip(python: str, *arguments: str) -> None:
@@ -99,10 +96,7 @@ def pip(python: str, *arguments: str) -> None:
 def measure(cell: Cell, environment: Environment, tests: bool) -> dict[str, Any]:
     """Run the self-test and, where wanted, the tests; return the row of the table."""
     started = time.monotonic()
-    versions = (
-        "import json; from requestzero.environment.machine import installed_versions as v; print(json.dumps(v()))"
-    )
-    found = json.loads(environment.run("-c", versions).stdout)
+    found = json.loads(environment.run("-c", VERSIONS).stdout)
     test = environment.run("-m", "requestzero.doctor", "--verify", "--device", "cpu", "--json")
     if test.returncode not in (0, 5):
         raise SystemExit(f"{cell.name}: {test.stdout}\n{test.stderr}")
@@ -116,16 +110,15 @@ def measure(cell: Cell, environment: Environment, tests: bool) -> dict[str, Any]
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
         "seconds": round(time.monotonic() - started),
     }
-    return {**row, "tests": fast_tests(cell, environment)} if tests else row
+    return {**row, "tests": fast_tests(environment)} if tests else row
 
 
-def fast_tests(cell: Cell, environment: Environment) -> str:
-    """Run the cell's fast tests; return pytest's last line, in words."""
-    run = environment.run("-m", "pytest", "-q", "--fast", "-p", "no:cacheprovider", *cell.tests)
+def fast_tests(environment: Environment) -> str:
+    """Run the fast tests; return pytest's last line, in words."""
+    run = environment.run("-m", "pytest", "-q", "--fast", "-p", "no:cacheprovider", "tests")
     lines = run.stdout.strip().splitlines()
     print(*[line for line in lines if line.startswith(("FAILED", "ERROR"))], sep="\n", file=sys.stderr)
-    counts = re.sub(r" in [\d.]+s.*", "", lines[-1].strip("= "))
-    return f"{' '.join(cell.tests)}: {counts}"
+    return re.sub(r" in [\d.]+s.*|, \d+ deselected", "", lines[-1].strip("= "))
 
 
 def table(results: dict[str, Any]) -> str:
@@ -149,7 +142,7 @@ def write(results: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="*", metavar="CELL", help="names of cells (default: all)")
-    parser.add_argument("--tests", action="store_true", help="also the fast tests that concern the cell")
+    parser.add_argument("--tests", action="store_true", help="also the fast tests")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     parser.add_argument("--folder", type=Path, default=ROOT / ".pytest_cache/matrix", help="of the environments")
     given = parser.parse_args()

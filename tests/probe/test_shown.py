@@ -86,7 +86,7 @@ def test_the_figure_is_a_png_and_an_svg_with_its_text(tmp_path: Path) -> None:
     texts = "".join(ElementTree.parse(svg).getroot().itertext())
     for text in (
         "Wrong parameter updates of 60",
-        "stock DeepSpeed",
+        "stock DeepSpeed 0.19.8",
         "27",
         "released",
         "retained",

@@ -42,7 +42,7 @@ def draw_updates(axes: Any, result: Result) -> None:
     axes.set_xlabel("updates that differ in any bit from the exact sum of their window")
     axes.set_xlim(0, total)
     axes.set_ylim(len(pairs) - 0.4, -1.3)  # room for the legend
-    names = {"stock DeepSpeed": _WRONG, "requestzero": _RIGHT}
+    names = {f"stock DeepSpeed {machine.versions['deepspeed']}": _WRONG, "requestzero": _RIGHT}
     handles = [Patch(color=colour, label=name) for name, colour in names.items()]
     axes.legend(handles=handles, loc="upper center", ncols=len(names))
 
