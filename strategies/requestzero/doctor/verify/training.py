@@ -104,10 +104,10 @@ def masters_and_state(engine: Any) -> list[torch.Tensor]:
 
 def module_weights(engine: Any) -> list[torch.Tensor]:
     """Return the module's own weights, in fp32 on the CPU (collective at stage 3, where they are gathered)."""
-    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     params = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(params, enabled=engine.zero_optimization_stage() == 3):
+    with GatheredParameters(params, enabled=engine.zero_optimization_stage() == 3):
         return [p.detach().float().cpu().clone() for p in params]
 
 

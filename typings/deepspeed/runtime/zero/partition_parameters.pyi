@@ -37,3 +37,10 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         tensor_overrides: Any = ...,
     ) -> None:
         """Reads ``zero_optimization`` of the config, and joins the ranks if they are not joined."""
+
+class GatheredParameters:
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+    ) -> None: ...
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *exc: Any) -> Any: ...
