@@ -102,15 +102,93 @@ def test_resumed_equals_uninterrupted(two_ranks: RankGroup, tmp_path: Path, name
         assert expected["counts"] == (7, 7, 7)
 
 
-def save_inside_a_window(path: str) -> None:
+def save_inside_a_request(path: str) -> None:
     with fresh():
         accelerator = make_accelerator(Loop())
         model: Any = torch.nn.Linear(8, 1)
         model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        accelerator.backward(model(torch.ones(1, 8)).sum())
-        accelerator.save_state(path)
+        with accelerator.deepspeed_plugin.requests(accelerator).request():
+            accelerator.backward(model(torch.ones(1, 8)).sum())
+            accelerator.save_state(path)
 
 
-def test_a_state_inside_a_window_is_refused(two_ranks: RankGroup, tmp_path: Path) -> None:
-    message = r"^RuntimeError: save_checkpoint\(\) with an open update window \(1 micro-batches since the last step\)"
-    assert_fails(two_ranks, message, save_inside_a_window, str(tmp_path))
+def test_a_state_inside_a_request_is_refused(two_ranks: RankGroup, tmp_path: Path) -> None:
+    message = r"^RuntimeError: save_checkpoint\(\) inside a request \(1 micro-batches since the last step\)"
+    assert_fails(two_ranks, message, save_inside_a_request, str(tmp_path))
+
+
+def accumulate(accelerator: Any, model: Any, optimizer: Any, begin: int, end: int) -> None:
+    for number in range(begin, end):
+        with accelerator.accumulate(model):
+            x = torch.full((1, 8), number + accelerator.process_index / 4, dtype=model.module.weight.dtype)
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def inside_a_window(plugin: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Save after 6 of windows of 4, of which it names the folders; resume in another Accelerator; both go on to 12."""
+    from accelerate.utils import ProjectConfiguration
+
+    weights, names = [], []
+    for number in range(2):
+        with fresh():
+            project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+            accelerator = make_accelerator(Loop(plugin=plugin, n=4, accelerator={"project_config": project}))
+            torch.manual_seed(1)
+            model: Any = torch.nn.Linear(8, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+            if number == 0:
+                accumulate(accelerator, model, optimizer, 0, 4)
+                accelerator.save_state()
+                accumulate(accelerator, model, optimizer, 4, 5)
+                accelerator.save_state()
+                accumulate(accelerator, model, optimizer, 5, 6)
+                accelerator.save_state()
+                names = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+            else:
+                accelerator.load_state()
+                assert accelerator.deepspeed_engine_wrapped.engine.update_window.requests == 2
+            accumulate(accelerator, model, optimizer, 6, 12)
+            assert accelerator.deepspeed_engine_wrapped.engine.applied_updates == 3
+            weights.append([p.detach().float().clone() for p in model.parameters()])
+    return {"same": all(map(torch.equal, *weights)), "names": names}
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_resumed_inside_a_window(two_ranks: RankGroup, tmp_path: Path, name: str) -> None:
+    for found in two_ranks.run(inside_a_window, PLUGINS[name], str(tmp_path)):
+        assert found == {"same": True, "names": ["checkpoint_1", "checkpoint_2"]}
+
+
+def marked(folder: str, save: bool) -> list[Any]:
+    """A pass over a loader whose state is saved after the fourth of eight requests, three to a window."""
+    with fresh():
+        accelerator = make_accelerator(Loop())
+        model: Any = torch.nn.Linear(8, 1)
+        torch.nn.init.zeros_(model.weight)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        requests = [[torch.full((8,), float(i))] * (1 + i % 3) for i in range(8)]
+        loader = RequestLoader(requests, torch.stack, filler=torch.zeros_like, shuffle=False)
+        passes = accelerator.deepspeed_plugin.requests(accelerator).micro_batches(loader, requests_per_update=3)
+        accelerator.register_for_checkpointing(passes)
+        if not save:
+            accelerator.load_state(folder)
+        engine, applied, saved = accelerator.deepspeed_engine_wrapped.engine, [], False
+        for inputs in passes:
+            accelerator.backward(model(inputs).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            if save and not saved and engine.update_window.requests == 1 and engine.applied_updates == 1:
+                accelerator.save_state(folder)
+                saved = True
+            applied.append((engine.applied_updates, engine.update_window.requests))
+        return [applied, *model.weight.detach().flatten().tolist()]
+
+
+def test_a_pass_resumes_inside_its_window(two_ranks: RankGroup, tmp_path: Path) -> None:
+    whole = two_ranks.run(marked, str(tmp_path / "state"), True)
+    for want, got in zip(whole, two_ranks.run(marked, str(tmp_path / "state"), False), strict=True):
+        assert got[1:] == want[1:]
+        assert got[0] == want[0][len(want[0]) - len(got[0]) :]
+        assert 0 < len(got[0]) < len(want[0])

@@ -128,11 +128,16 @@ def unguarded_life_cycle(folder: Path) -> list[Check]:
 
 def test_the_life_cycle_is_checked(two_ranks: RankGroup, tmp_path: Path) -> None:
     for checks in two_ranks.run(life_cycle_of, tmp_path / "good"):
-        assert len(checks) == 13
+        assert len(checks) == 16
         assert [check.name for check in checks if not check.passed] == []
     for checks in two_ranks.run(unguarded_life_cycle, tmp_path / "bad"):
         failed = [check.name.split(": ")[1] for check in checks if not check.passed]
-        assert {name.split()[0] + " " + name.split()[1] for name in failed} == {"a window", "a checkpoint", "a resumed"}
+        assert {name.split()[0] + " " + name.split()[1] for name in failed} == {
+            "a window",
+            "a checkpoint",
+            "a resumed",
+            "a run",
+        }
 
 
 def fails_on_rank_1() -> Check:

@@ -10,6 +10,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from requestzero.zero.window_checkpoint.record import SavedWindow
 from support.failures import assert_fails, failure
 from support.lightning_data import MARKED, Stream, batch_value
 from support.lightning_model import CurvedModel, Model
@@ -167,9 +168,56 @@ def test_skipped_updates_are_counted_over_a_resume(two_ranks: RankGroup, tmp_pat
         assert got["updates"] == want["updates"][6:]
 
 
-def test_explicit_save_inside_a_window(two_ranks: RankGroup) -> None:
-    message = r"inside an update window would lose its pending gradients, 2 micro-batches, 2 ended requests"
-    assert_fails(two_ranks, message, train, Run(trainer={"accumulate": 4}, callbacks=[SaveInWindow]))
+def test_explicit_save_inside_a_request(two_ranks: RankGroup) -> None:
+    message = r"inside a request would lose gradients that are not complete, 2 micro-batches, 0 ended requests"
+    marks = [(number % 4 == 3, number % 4 == 3) for number in range(12)]
+    assert_fails(two_ranks, message, train, Run(marks=marks, callbacks=[SaveInWindow]))
+
+
+class SaveAfter(Callback):
+    """Asks for a checkpoint after a batch, counted over all epochs."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
+            trainer.save_checkpoint(os.path.join(trainer.default_root_dir, "inside.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("saved", "spec"),
+    [
+        (17, {"trainer": {"accumulate": 4}, "options": {"stage": 1, "normalization": "token"}, "weighted": True}),
+        (
+            17,
+            {
+                "trainer": {"accumulate": 4, "precision": "bf16-true", "gradient_clip_val": 0.5},
+                "options": {"offload_optimizer": True, "grad_accum_dtype": "fp32", "config": KEEP_OPTIMIZER},
+                "model": "curved",
+                "dropout": 0.25,
+                "optimizer": "adamw",
+            },
+        ),
+        (16, {"trainer": {"accumulate": 4, "val_check_interval": 5}, "validate": True}),
+        (16, {"manual": "every_third"}),
+        (15, {"marks": [(number % 2 == 1, number % 6 == 5) for number in range(12)]}),
+    ],
+    ids=["token", "offload", "validation_waits", "manual", "marked"],
+)
+def test_resume_inside_a_window(two_ranks: RankGroup, tmp_path: Path, saved: int, spec: dict[str, Any]) -> None:
+    """After a request in the middle of a window of the second epoch; where it validates, that was due there."""
+    spec = {"stateful": True, **spec, "trainer": {"max_epochs": 3, **spec.get("trainer", {})}}
+    whole = two_ranks.run(train, Run(callbacks=[SaveAfter(saved)], root=str(tmp_path), **spec))
+    resumed = two_ranks.run(train, Run(ckpt_path=str(tmp_path / "inside.ckpt"), **spec))
+    for want, got in zip(whole, resumed, strict=True):
+        # The validation loader, which has no state, numbers its batches anew.
+        seen = [[(name, index * (name == "train")) for name, index in each["seen"]] for each in (want, got)]
+        assert seen[1] == seen[0][-len(seen[1]) :]
+        assert 0 < len(got["updates"]) < len(want["updates"])
+        assert got["updates"] == want["updates"][len(want["updates"]) - len(got["updates"]) :]
+        for key in ("optimizer", "weights", "global_step", "applied", "attempted"):
+            assert got[key] == want[key]
 
 
 def test_explicit_save_at_an_update(two_ranks: RankGroup, tmp_path: Path) -> None:
@@ -177,14 +225,19 @@ def test_explicit_save_at_an_update(two_ranks: RankGroup, tmp_path: Path) -> Non
     assert (tmp_path / "inside.ckpt" / "checkpoint").is_dir()
 
 
-def test_save_by_time_waits_for_the_window(two_ranks: RankGroup, tmp_path: Path) -> None:
+def test_save_by_time_waits_for_the_request(two_ranks: RankGroup, tmp_path: Path) -> None:
+    """At all requests' ends: of two batches each, three to a window."""
     from datetime import timedelta
 
     callback = ModelCheckpoint(
         tmp_path, filename="{step}", save_top_k=-1, train_time_interval=timedelta(seconds=0), save_last=False
     )
-    two_ranks.run(train, Run(trainer={"accumulate": 4}, callbacks=[callback]))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    marks = [(number % 2 == 1, number % 6 == 5) for number in range(12)]
+    two_ranks.run(train, Run(marks=marks, callbacks=[callback]))
+    # One name for each step: the next save replaces it, the last in a window after its second request.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=0.ckpt", "step=1.ckpt", "step=2.ckpt"]
+    windows = [SavedWindow.read(tmp_path / f"step={step}.ckpt" / "checkpoint") for step in range(3)]
+    assert [window and window.ranks[0].requests for window in windows] == [2, 2, None]
 
 
 def test_save_on_exception_holds_the_last_update(two_ranks: RankGroup, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""SLURM's signal to requeue: a checkpoint at the window's end and one requeue, as under DDP."""
+"""SLURM's signal to requeue: a checkpoint at the request's end and one requeue, as under DDP."""
 
 from __future__ import annotations
 
@@ -61,8 +61,10 @@ def test_one_rank(one_rank: RankGroup, tmp_path: Path, batch: int) -> None:
     assert ours == pytest.approx(reference[2], rel=1e-5)
 
 
-def test_two_ranks_save_together(two_ranks: RankGroup, tmp_path: Path) -> None:
-    for number, (files, calls, _) in enumerate(two_ranks.run(requeued, "stage2", 5, str(tmp_path))):
+@pytest.mark.parametrize("batch", [5, 11])
+def test_two_ranks_save_together(two_ranks: RankGroup, tmp_path: Path, batch: int) -> None:
+    """Inside a window, and after the last batch."""
+    for number, (files, calls, _) in enumerate(two_ranks.run(requeued, "stage2", batch, str(tmp_path))):
         assert files == ["hpc_ckpt_1.ckpt"]
         assert calls == (number == 0)
 

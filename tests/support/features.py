@@ -91,8 +91,12 @@ FEATURES = (
     ),
     _lightning("a fit from a file of weights", f"{_SAVING}::test_a_fit_does_not_resume_from_one_file", Outcome.REFUSED),
     _lightning(
-        "`trainer.save_checkpoint` inside a window",
-        "lightning/test_checkpoints.py::test_explicit_save_inside_a_window",
+        "`trainer.save_checkpoint` inside a window, and a resumed run",
+        "lightning/test_checkpoints.py::test_resume_inside_a_window",
+    ),
+    _lightning(
+        "`trainer.save_checkpoint` inside a request of several batches",
+        "lightning/test_checkpoints.py::test_explicit_save_inside_a_request",
         Outcome.REFUSED,
     ),
     _lightning("SLURM's auto-requeue, inside a window too", "lightning/test_requeue.py::test_one_rank"),

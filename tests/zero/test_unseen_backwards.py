@@ -79,7 +79,7 @@ def test_every_way_of_reduction(two_ranks: RankGroup, setup: Setup) -> None:
 def discarded(setup: Setup) -> None:
     engine = build(setup)
     unseen_backward(engine, Micro(SOME, 1))
-    with pytest.raises(RuntimeError, match=r"save_checkpoint\(\) with an open update window"):
+    with pytest.raises(RuntimeError, match=r"save_checkpoint\(\) inside a request"):
         engine.save_checkpoint("/nowhere")
     engine.zero_grad()
     engine.set_gradient_accumulation_boundary(True)

@@ -322,8 +322,6 @@ def saved_and_loaded(setup: Setup, folder: str) -> None:
     train(windows[2:])
     uninterrupted = masters(engine), engine.applied_updates
     backward(engine, Micro(ALL, 99))
-    with pytest.raises(RuntimeError, match="open update window \\(1 micro-batches since the last step\\)"):
-        engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)  # with the pending gradients of another window
     assert not engine.update_window.is_open
     train(windows[2:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +28,14 @@ from requestzero.accelerate.optimizer import RequestZeROOptimizerWrapper
 from requestzero.accelerate.passes import share_passes
 from requestzero.accelerate.process_group import process_group
 from requestzero.accelerate.request_safe_plugin import RequestSafePlugin, any_request_safe
+from requestzero.accelerate.state_folders import newest_folder, read_tally, state_folder, write_tally
 from requestzero.accelerate.trainer import install_if_imported
 from requestzero.config.cpu_adam import builds_cpu_adam
 from requestzero.data.micro_batch_loader import MicroBatchLoader
 from requestzero.environment.cpu_adam import compile_cpu_adam
 from requestzero.zero.process_group import without_inference_operator
+from requestzero.zero.window_checkpoint.replacing import recover
+from requestzero.zero.window_checkpoint.together import on_one_rank
 
 
 class Accelerator(StockAccelerator):
@@ -241,6 +245,52 @@ class Accelerator(StockAccelerator):
             return
         with super().no_sync(model):
             yield
+
+    @override
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
+        """Save as Accelerate does, inside an update window too, into a folder that appears as a whole. Collective.
+
+        Args:
+            output_dir: the folder; not needed where the project names folders itself.
+            safe_serialization: as in Accelerate.
+            **save_model_func_kwargs: for the engine's ``save_checkpoint``.
+
+        Returns:
+            The folder.
+
+        Raises:
+            RuntimeError: inside a request.
+        """
+        wrapper = self.engine_wrapper
+        if wrapper is None:
+            return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        with state_folder(self, output_dir) as folder:
+            super().save_state(str(folder), safe_serialization, **save_model_func_kwargs)
+            if self.is_main_process:
+                write_tally(folder, wrapper.tally.state())
+        return output_dir if output_dir is not None else str(newest_folder(self))
+
+    @override
+    def load_state(
+        self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Load as Accelerate does, and go on inside the update window that was open in the checkpoint. Collective.
+
+        Args:
+            input_dir: the folder; the newest where the project names folders itself.
+            load_kwargs: as in Accelerate.
+            **load_model_func_kwargs: for the engine's ``load_checkpoint``, such as ``discard_window=True``.
+        """
+        wrapper = self.engine_wrapper
+        if wrapper is not None and input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            newest = newest_folder(self)
+            input_dir = None if newest is None else str(newest)
+        if wrapper is not None and input_dir is not None:
+            folder = Path(input_dir).expanduser()
+            on_one_rank(self.is_main_process, lambda: recover(folder))
+        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        if wrapper is not None and input_dir is not None:
+            wrapper.resume(read_tally(folder))
 
     @override
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:

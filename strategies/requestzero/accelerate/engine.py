@@ -70,6 +70,14 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
             self._tally = self._tally.of_next(self.engine.update_window)
         return self._tally
 
+    def resume(self, tally: dict[str, Any] | None) -> None:
+        """Go on with the loop's counts of a checkpoint, whose window the engine has loaded.
+
+        Args:
+            tally: ``WindowTally.state``; ``None`` where the checkpoint has none.
+        """
+        self._tally = WindowTally(self.engine.update_window, **(tally or {}))
+
     @contextmanager
     def marking(self) -> Iterator[None]:
         """Let :attr:`request_end` mark the backwards in the block.

@@ -49,6 +49,10 @@ class MicroBatches:
         self.loader = loader
         self.requests_per_update = requests_per_update
         self._state: Any = None
+        self._requests = 0
+        """Of the open window, that have ended."""
+        self._resumes = False
+        """A state was loaded: the next pass may begin inside its window."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -68,12 +72,13 @@ class MicroBatches:
         wrapper = engine_wrapper_of(self.accelerator)
         self._check_start(wrapper)
         per_window = self.requests_per_update or self.accelerator.gradient_accumulation_steps
-        marks, gradient_state = WindowMarks(), self.accelerator.gradient_state
+        marks, gradient_state = self._marks(), self.accelerator.gradient_state
         with wrapper.marking(), wrapper.engine.data_pass():
             try:
                 for batch, state, is_last in _with_last(self.loader, self._snapshot):
                     self._state = state
                     inputs = marks.take(batch, per_window)
+                    self._requests = 0 if marks.window_end or is_last else marks.requests
                     if is_last and not marks.request_end:
                         warnings.warn(
                             f"The loader ended inside request {marks.request_id!r}: its micro-batches so far go into "
@@ -94,9 +99,17 @@ class MicroBatches:
                 gradient_state._set_sync_gradients(True)
                 self._state = None
 
+    def _marks(self) -> WindowMarks:
+        """Return the marks of the next pass, which may begin inside a window that was loaded."""
+        marks = WindowMarks()
+        if self._resumes and engine_wrapper_of(self.accelerator).engine.update_window.is_open:
+            marks.resume(self._requests)
+        self._resumes = False
+        return marks
+
     def _check_start(self, wrapper: RequestZeROEngineWrapper) -> None:
         window = wrapper.engine.update_window
-        if window.is_open:
+        if window.is_open and not self._resumes:
             raise RuntimeError(
                 f"An update window is open ({window.micro_batches} micro-batches since the last step) where a pass "
                 "over micro_batches(...) begins: call optimizer.step() or optimizer.zero_grad() before it."
@@ -121,12 +134,12 @@ class MicroBatches:
                 f"{type(self.loader).__name__} has no state_dict(), so its place cannot be saved: use RequestLoader or "
                 "another loader that has one, or do not register it for checkpointing."
             )
-        return {"loader": self._snapshot() if self._state is None else self._state}
+        return {"loader": self._snapshot() if self._state is None else self._state, "requests": self._requests}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass continue where ``state_dict`` was saved."""
         self.loader.load_state_dict(state_dict["loader"])
-        self._state = None
+        self._state, self._requests, self._resumes = None, state_dict.get("requests", 0), True
 
 
 def _with_last(loader: Any, snapshot: Any) -> Iterator[tuple[Any, Any, bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from requestzero.zero.common.window import UpdateWindow
 
@@ -35,6 +36,10 @@ class WindowTally:
     def of_next(self, window: UpdateWindow) -> WindowTally:
         """Return the tally of the window that follows, after a step or a discarded window."""
         return WindowTally(window, blocks=0 if self.ended else self.blocks)
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts as plain values, for a checkpoint."""
+        return {"blocks": self.blocks, "ended": self.ended, "marked": self.marked, "divided": self.divided}
 
     def note(self, divided: bool, marked: bool) -> None:
         """Note a backward.

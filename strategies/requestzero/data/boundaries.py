@@ -76,6 +76,16 @@ class WindowMarks:
             counted = first.window_end is None
             self.window_ends_with_request = self._requests + 1 >= requests_per_update if counted else None
 
+    @property
+    def requests(self) -> int:
+        """Requests of the window at hand that have ended."""
+        return self._requests
+
+    def resume(self, requests: int) -> None:
+        """Let the next batch go on in a window of which so many requests have ended."""
+        self._requests, self._between_windows = requests, False
+        self.request_end, self.window_end = True, False
+
     def skip(self) -> None:
         """Note a batch that Lightning leaves out (the loader gave ``None``): it starts and ends nothing."""
         self.starts_window = self.starts_request = self.window_end = False

@@ -12,7 +12,7 @@ What counts updates, and what counts batches:
   in which every ``training_step`` returned ``None`` has nothing to apply or skip: ``global_step`` counts it, neither of
   the two others does.
 - ``batch_idx``, ``limit_train_batches``, ``val_check_interval`` and a scheduler's ``frequency`` count batches
-  (micro-batches), as in Lightning. A validation or periodic checkpoint that falls inside a window waits for its end.
+  (micro-batches), as in Lightning. A validation that falls inside a window waits for its end.
 - ``trainer.estimated_stepping_batches`` is batches divided by ``accumulate_grad_batches``, so it is wrong for loaders
   whose requests have several micro-batches, or which mark windows themselves.
 
@@ -24,8 +24,8 @@ discards it (after a step there is nothing to discard). See also ``strategy.end_
 ``window_end``.
 
 A window that is left open at an epoch's end is discarded with a warning, before the epoch's last validation, as is one
-that is left early (``trainer.should_stop``, ``on_train_batch_start`` returning -1). Checkpoints hold no pending
-gradients: ``trainer.save_checkpoint`` raises RuntimeError while ``strategy.window_open``.
+that is left early (``trainer.should_stop``, ``on_train_batch_start`` returning -1). A checkpoint holds
+an open window too: ``trainer.save_checkpoint`` raises RuntimeError only inside a request, ``strategy.request_open``.
 """
 
 from __future__ import annotations

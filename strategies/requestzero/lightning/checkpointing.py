@@ -1,4 +1,4 @@
-"""Checkpoints of a Lightning run: between update windows only, with the random state of every rank."""
+"""Checkpoints of a Lightning run: between requests only, with the random state of every rank."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from requestzero.lightning.window_driver import WindowDriver
 
 _RANDOM_STATES = "requestzero_random_states"
 """Key of the random states of all ranks, in rank order, in a checkpoint."""
+_WINDOW = "requestzero_window"
+"""Key of the loop's place in the open window; absent between windows."""
 
 
 def check_saves_weights_only(stage: int) -> None:
@@ -36,7 +38,7 @@ class Checkpointing:
     """Work around the saving and loading of a strategy's checkpoints.
 
     Args:
-        driver: knows of the open window; a checkpoint holds no pending gradients.
+        driver: knows of the open window.
     """
 
     def __init__(self, driver: WindowDriver) -> None:
@@ -45,8 +47,9 @@ class Checkpointing:
         self._random_state: rng.RandomState | None = None
 
     def hold_back(self, callbacks: Iterable[Checkpoint]) -> None:
-        """Let the periodic checkpoints of these callbacks wait for the end of an open window, until :meth:`release`."""
-        self._gate = CheckpointGate(callbacks, lambda: self._driver.is_open)
+        """Let the periodic checkpoints of these callbacks wait for the end of a request, until :meth:`release`."""
+        driver = self._driver
+        self._gate = CheckpointGate(callbacks, lambda: driver.inside_request, lambda: driver.is_open)
 
     def release(self) -> None:
         """Give the callbacks their own hooks back."""
@@ -55,10 +58,10 @@ class Checkpointing:
             self._gate = None
 
     def before_save(self, checkpoint: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        """Return ``checkpoint`` with the ranks' random states. Collective.
+        """Return ``checkpoint`` with the ranks' random states and the place in an open window. Collective.
 
         Raises:
-            RuntimeError: an update window is open, and no exception is ending the run; or an evaluation came after the
+            RuntimeError: a request is open, and no exception is ending the run; or an evaluation came after the
                 fit.
             RankDisagreementError: the ranks have disagreed before.
         """
@@ -72,18 +75,19 @@ class Checkpointing:
             )
         if engine is not None:  # before any other collective, in which a rank alone would wait for ever
             engine.agreement.before_checkpoint("saves")
-        if self._driver.is_open:
+        if self._driver.inside_request:
             self._close_window()
-        return {**checkpoint, _RANDOM_STATES: rng.collect(device)}
+        place = {_WINDOW: self._driver.place_in_window()} if self._driver.is_open else {}
+        return {**checkpoint, **place, _RANDOM_STATES: rng.collect(device)}
 
     def _close_window(self) -> None:
         if self._driver.trainer.state.status != TrainerStatus.INTERRUPTED:
             raise RuntimeError(
-                "A checkpoint inside an update window would lose its pending gradients, "
-                f"{self._driver.describe_window()}: save where trainer.strategy.window_open is False, such as in "
-                "on_train_batch_end after the window's last batch."
+                "A checkpoint inside a request would lose gradients that are not complete, "
+                f"{self._driver.describe_window()}: save where trainer.strategy.request_open is False, such as in "
+                "on_train_batch_end after the request's last batch."
             )
-        # An exception ends the run: the last update is all that can still be saved.
+        # An exception ends the run inside a request: the last update is all that can still be saved.
         self._driver.discard_window(
             "the run was interrupted inside it; a run resumed from here does not repeat its batches"
         )
@@ -129,6 +133,8 @@ class Checkpointing:
             )
             states = None
         self._random_state = None if states is None else states[rank]
+        if _WINDOW in checkpoint and self._driver.is_open:
+            self._driver.resume_window(checkpoint[_WINDOW])
 
     def restore_random_state(self, device: torch.device) -> None:
         """Go on with the random numbers of the saved run, once; nothing without one."""

@@ -32,6 +32,8 @@ class WindowEpochLoop(_TrainingEpochLoop):
             driver_of(self.trainer).fail(error)
             raise
         driver_of(self.trainer).end_epoch()
+        if self.trainer.world_size > 1:
+            self._broadcast_sigterm_tensor()  # a signal may have come in the last batch
 
     @override
     def _broadcast_sigterm_tensor(self) -> None:
@@ -63,7 +65,7 @@ class WindowEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Also forget a validation that an earlier epoch has left undone, and warn of a loader that cannot resume."""
         super().on_run_start(data_fetcher)
-        self.validation_due = False
+        self.validation_due = self.validation_due and driver_of(self.trainer).is_open  # a window was loaded
         loaders = data_fetcher.combined_loader.flattened
         if data_fetcher.length is None and any(isinstance(loader, _Stateful) for loader in loaders):
             rank_zero_warn(
@@ -86,7 +88,7 @@ class WindowEpochLoop(_TrainingEpochLoop):
         self._end_batch()
 
     def _end_batch(self) -> None:
-        """Serve a requeue that has waited for the window's end; among several ranks that is up to rank 0."""
+        """Serve a requeue that has waited for the request's end; among several ranks that is up to rank 0."""
         driver = driver_of(self.trainer)
         driver.in_batch = False
         if driver.requeue_is_due and self.trainer.world_size == 1:
@@ -115,7 +117,7 @@ class WindowEpochLoop(_TrainingEpochLoop):
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         """Let a validation that is due inside a window wait for its end."""
         due = super()._should_check_val_fx(data_fetcher)
-        if self.restarting:
+        if self.restarting and not driver_of(self.trainer).is_open:
             return due
         self.validation_due = self.validation_due or due
         if driver_of(self.trainer).is_open:

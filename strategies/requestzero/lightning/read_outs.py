@@ -34,6 +34,11 @@ class ReadableStrategy(EngineBuildingStrategy):
         return self.window_driver.is_open
 
     @property
+    def request_open(self) -> bool:
+        """True while a request is open: a checkpoint has to wait for its end."""
+        return self.window_driver.inside_request
+
+    @property
     def window_end(self) -> bool:
         """True if the current batch should end its update window, as the loader marks it.
 

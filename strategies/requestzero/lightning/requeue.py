@@ -1,4 +1,4 @@
-"""SLURM's signal to save and requeue, which may come at any moment: it waits for the end of an open window.
+"""SLURM's signal to save and requeue, which may come at any moment: it waits for the end of an open request.
 
 Written for Lightning 2.6.6.
 """
@@ -16,16 +16,16 @@ _HANDLER = "_slurm_sigusr_handler_fn"
 
 
 class DeferredRequeue:
-    """Saves and requeues between windows, where Lightning's handler does so at once.
+    """Saves and requeues between requests, where Lightning's handler does so at once.
 
-    A checkpoint holds no pending gradients, and the middle of a backward or a step is no state to resume from.
+    The middle of a request, a backward or a step is no state to resume from.
 
     HACK: the handler is shadowed by an attribute of the connector before Lightning registers it, as there is no way to
     replace it; :meth:`remove` deletes the attribute.
 
     Args:
         connector: the Trainer's.
-        busy: tells whether the signal has to wait: a batch is at work, a window is open, or there are several ranks,
+        busy: tells whether the signal has to wait: a batch is at work, a request is open, or there are several ranks,
             which it reaches at different moments.
     """
 
@@ -41,7 +41,7 @@ class DeferredRequeue:
             self._handler(signum, frame)
             return
         self.pending = True
-        rank_zero_info("RequestZeRO saves for the auto-requeue at the end of the update window.")
+        rank_zero_info("RequestZeRO saves for the auto-requeue at the end of the request.")
 
     def serve(self) -> None:
         """Save and requeue now, whether the signal has come to this rank or another one. Collective."""

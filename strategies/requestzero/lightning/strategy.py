@@ -37,6 +37,7 @@ from requestzero.lightning.read_outs import ReadableStrategy
 from requestzero.lightning.requeue import DeferredRequeue
 from requestzero.lightning.update_counts import UpdateCounts
 from requestzero.lightning.window_driver import WindowDriver
+from requestzero.zero.window_checkpoint.replacing import appearing
 
 _OFFLOADED = {
     1: " with the optimizer on the CPU",
@@ -242,7 +243,7 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
             driver = self.window_driver
             several = trainer.world_size > 1  # which get the signal at different moments, so that rank 0 decides
             driver.requeue = DeferredRequeue(
-                trainer._signal_connector, lambda: several or driver.in_batch or driver.is_open
+                trainer._signal_connector, lambda: several or driver.in_batch or driver.inside_request
             )
         super().setup(trainer)
 
@@ -283,12 +284,13 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
 
     @override
     def save_checkpoint(self, checkpoint: dict, filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save between windows, with all ranks' random states and the ``state_dict`` that hooks have left. Collective.
+        """Save between requests, with all ranks' random states and the ``state_dict`` that hooks have left. Collective.
 
-        ``weights_only`` makes one file in Lightning's own format, as DDP does, at stages 1 and 2.
+        An open update window is saved too. The folder appears as a whole. ``weights_only`` makes one file in
+        Lightning's own format, as DDP does, at stages 1 and 2.
 
         Raises:
-            RuntimeError: an update window is open, or an evaluation has taken the trained engine away.
+            RuntimeError: a request is open, or an evaluation has taken the trained engine away.
             ValueError: ``weights_only`` at stage 3.
             RankDisagreementError: another rank does something else.
         """
@@ -297,8 +299,9 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
             DDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
             return
         checkpoint = self._checkpointing.before_save(checkpoint, self.root_device)
-        with self._checkpointing.saving_module(checkpoint, self.deepspeed_engine):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        path, engine = Path(self.broadcast(filepath)), self.deepspeed_engine
+        with self._checkpointing.saving_module(checkpoint, engine), appearing(path, self.is_global_zero) as folder:
+            super().save_checkpoint(checkpoint, folder, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

@@ -44,6 +44,12 @@ class WindowOwner(Protocol):
         """The module that trains, ``None`` before the Trainer runs."""
 
 
+class WindowLoop(Protocol):
+    """The part of the loop over an epoch's batches that belongs to the window."""
+
+    validation_due: bool
+
+
 class HasWindowDriver(Protocol):
     """The part of a strategy that loops and loggers use."""
 
@@ -113,6 +119,11 @@ class WindowDriver:
     def is_open(self) -> bool:
         """True while gradients are pending: a backward has run since the last step or discard."""
         return self.engine is not None and self.engine.has_pending_gradients
+
+    @property
+    def inside_request(self) -> bool:
+        """True while a request is open: nothing can be saved before its end."""
+        return self.engine is not None and self.engine.inside_request
 
     @property
     def is_complete(self) -> bool:
@@ -221,7 +232,7 @@ class WindowDriver:
     @property
     def requeue_is_due(self) -> bool:
         """True if SLURM's signal has come to this rank and can be served."""
-        return self.requeue is not None and self.requeue.pending and not self.is_open
+        return self.requeue is not None and self.requeue.pending and not self.inside_request
 
     def serve_requeue(self) -> None:
         """Save and requeue for SLURM. Collective."""
@@ -307,6 +318,16 @@ class WindowDriver:
             rank_zero_warn(f"RequestZeRO discards an open update window of {self.describe_window()}: {reason}.")
             self._running.zero_grad()
             self.batch.discarded = True
+
+    def place_in_window(self) -> dict[str, Any]:
+        """Return the loop's place in the open window, for a checkpoint."""
+        loop = cast(WindowLoop, self.trainer.fit_loop.epoch_loop)
+        return {"requests": self.marks.requests, "validation_due": loop.validation_due}
+
+    def resume_window(self, place: dict[str, Any]) -> None:
+        """Go on inside the window that the engine has loaded."""
+        self.marks.resume(place["requests"])
+        cast(WindowLoop, self.trainer.fit_loop.epoch_loop).validation_due = place["validation_due"]
 
     def describe_window(self) -> str:
         """Return the counts of the open window as text that is different for every window."""

@@ -21,7 +21,10 @@ class DeepSpeedEngine(Module):
     global_steps: int
     skipped_steps: int
     global_rank: int
+    local_rank: int
     device: torch.device
+    checkpoint_engine: Any
+    has_moe_layers: bool
     inside_no_sync_ctxt: bool
     _config: Any
     _global_grad_norm: Any
@@ -59,6 +62,8 @@ class DeepSpeedEngine(Module):
     def zero_optimization_partition_weights(self) -> bool: ...
     def gradient_accumulation_steps(self) -> int: ...
     def managed_gradient_accumulation(self) -> bool: ...
+    def zero_offload_optimizer(self) -> Any: ...
+    def use_node_local_storage(self) -> bool: ...
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The model's dtype, and that in which gradients are accumulated."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,11 @@ def check_life_cycle(report: Callable[[str], None], folder: Path, stage_3: bool)
         checks = {
             "a window that is not finite is skipped, and nothing of it is left": partial(_skips, setup),
             "a discarded window leaves nothing": partial(_discards, setup),
-            "a checkpoint inside a window is refused": partial(_refuses, setup, folder / f"refused-{setup.stage}"),
+            "a checkpoint inside a request is refused": partial(_refuses, setup, folder / f"refused-{setup.stage}"),
             "a resumed run ends as the uninterrupted one": partial(_resumes, setup, folder / f"stage-{setup.stage}"),
+            "a run resumed inside a window does too": partial(
+                _resumes, setup, folder / f"in-{setup.stage}", inside=True
+            ),
         }
         for text, check in checks.items():
             name = f"ZeRO-{setup.stage} {place}: {text}"
@@ -103,7 +107,7 @@ def _discards(setup: Setup) -> bool:
 def _refuses(setup: Setup, folder: Path) -> bool:
     (window,) = random_windows(1, 1, seed=103)
     with _built(setup) as engine:
-        backward(engine, window[0])
+        backward(engine, replace(window[0], request_end=False))
         try:
             engine.save_checkpoint(str(folder))
         except RuntimeError:
@@ -112,12 +116,16 @@ def _refuses(setup: Setup, folder: Path) -> bool:
         return False
 
 
-def _resumes(setup: Setup, folder: Path) -> bool:
-    windows = random_windows(4, 2, seed=104)
+def _resumes(setup: Setup, folder: Path, inside: bool = False) -> bool:
+    """``inside``: the checkpoint is saved inside a window."""
+    windows, (begun,) = random_windows(4, 2, seed=104), random_windows(1, 1, seed=105)
+    begun = begun if inside else []
     adamw = Setup(**{**vars(setup), "optimizer": "adamw"})
     with _built(adamw, lr=0.1) as engine:
         for window in windows[:2]:
             run_window(engine, window)
+        for micro in begun:
+            backward(engine, micro)
         engine.save_checkpoint(str(folder))
         for window in windows[2:]:
             run_window(engine, window)

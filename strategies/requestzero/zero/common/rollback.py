@@ -76,6 +76,10 @@ class RequestRollback:
             for copy, total in zip(self._backups[index], sums, strict=True):
                 copy.copy_(total, non_blocking=True)
 
+    def remember(self, window: UpdateWindow) -> None:
+        """Make the present state of the window the last good end."""
+        self._good_end = GoodEnd(window.save(), [each.state() for each in self._sums])
+
     def check_request(
         self, window: UpdateWindow, squares: Sequence[float], discard: Callable[[], None]
     ) -> DroppedRequest | None:
@@ -88,7 +92,7 @@ class RequestRollback:
         """
         cause = cause_of_overflow(squares)
         if cause is None:
-            self._good_end = GoodEnd(window.save(), [each.state() for each in self._sums])
+            self.remember(window)
             return None
         before = 0 if self._good_end is None else self._good_end.window["micro_batches"]
         dropped = DroppedRequest(window.request_ids[window.requests - 1], window.micro_batches - before, cause)

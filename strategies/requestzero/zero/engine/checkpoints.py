@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from deepspeed import comm as dist
 from typing_extensions import override
 
 from requestzero.zero.engine.other_ranks import OtherRanksEngine
 from requestzero.zero.overflow.skips import SkipRecord
+from requestzero.zero.window_checkpoint import replacing, saving
+from requestzero.zero.window_checkpoint.record import SavedWindow
+from requestzero.zero.window_checkpoint.together import on_one_rank, together
 
 _SKIPS_IN_CHECKPOINT = "requestzero_skips"
 
 
 class CheckpointingEngine(OtherRanksEngine):
-    """Saves and loads with DeepSpeed's files what DeepSpeed's engine does not know of."""
+    """Saves and loads beside DeepSpeed's files what DeepSpeed does not know of: counters, and the open window."""
+
+    @property
+    def inside_request(self) -> bool:
+        """True between a request's first backward and its end, and in a backward: nothing can be saved there."""
+        optimizer = self.optimizer
+        in_backward = optimizer._backward_active_depth > 0
+        return self.update_window.request_open or in_backward or bool(optimizer.has_unseen_gradients)
+
+    # --- saving -----------------------------------------------------------------------------------------------------
 
     @override
     def save_checkpoint(
@@ -21,52 +35,115 @@ class CheckpointingEngine(OtherRanksEngine):
         save_dir: str,
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Save as DeepSpeed does (collective), with the counters that it does not have among the client's state.
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save as DeepSpeed does (collective), and the open window in files of its own beside DeepSpeed's.
+
+        The folder of the tag is written beside its place and moved there as a whole, ``latest`` after it: a process
+        that dies meanwhile leaves what was there before. (Not with an asynchronous checkpoint engine of DeepSpeed's,
+        which has a commit of its own.)
 
         Args:
             save_dir: folder of checkpoints.
-            tag: name of this one; DeepSpeed's ``global_step<n>`` unless given.
+            tag: name of this one; DeepSpeed's ``global_step<n>`` unless given. A folder of that name is replaced.
             client_state: anything else to save with it; not changed.
-            *args: for DeepSpeed's ``save_checkpoint``.
-            **kwargs: likewise.
+            save_latest: write the tag into the file ``latest``, which names the checkpoint to load by default.
+            exclude_frozen_parameters: leave them out.
 
         Returns:
             True, as DeepSpeed does.
 
         Raises:
-            RuntimeError: the window is open; its gradients would be missing from the checkpoint.
+            RuntimeError: inside a request; or a window is open that cannot be saved (experts or model parallelism).
+                On all ranks, if the folder cannot be moved to its place.
             RankDisagreementError: another rank does something else, or the ranks have disagreed before.
         """
         self.agreement.before_checkpoint("saves")
-        if self.has_pending_gradients:
+        self._complete_window()
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        state = {**(client_state or {}), _SKIPS_IN_CHECKPOINT: self._skips.state_dict()}
+        if not save_dir or self.checkpoint_engine.is_decoupled():
+            return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
+        self._save_as_a_whole(Path(save_dir), tag, state, save_latest, exclude_frozen_parameters)
+        return True
+
+    def _complete_window(self) -> None:
+        """Reduce what waits, so that the sums are complete; raise inside a request. Collective."""
+        if self.inside_request:
+            raise RuntimeError(
+                f"save_checkpoint() inside a request ({self.update_window.micro_batches} micro-batches since the last "
+                "step), whose gradients are not complete: save after its end, which "
+                "set_gradient_accumulation_boundary(True) before its last backward brings, or end_request() after it; "
+                "or call zero_grad() to discard the update window."
+            )
+        self.optimizer.reduce_pending()
+        if self.update_window.is_open:
+            self._check_can_save_window()
+
+    def _check_can_save_window(self) -> None:
+        cause = None
+        if self.has_moe_layers:
+            cause = "mixture-of-experts layers, whose parameters have the same names on several ranks"
+        elif self.optimizer.ranks.size != dist.get_world_size():
+            cause = "model or pipeline parallelism, in which several ranks own the same part of a parameter"
+        elif self.checkpoint_engine.is_decoupled():
+            cause = "an asynchronous checkpoint engine of DeepSpeed's"
+        if cause is not None:
             raise RuntimeError(
                 f"save_checkpoint() with an open update window ({self.update_window.micro_batches} micro-batches "
-                "since the last step): their gradients would be lost on resume. Save after step(), or call zero_grad() "
-                "to discard them."
+                f"since the last step) is not possible with {cause}: save after step(), or call zero_grad() to discard "
+                "the window."
             )
-        state = {**(client_state or {}), _SKIPS_IN_CHECKPOINT: self._skips.state_dict()}
-        return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)
+
+    def _save_as_a_whole(
+        self, save_dir: Path, tag: str, state: dict[str, Any], save_latest: bool, exclude_frozen: bool
+    ) -> None:
+        folder, moves = save_dir / tag, self._moves_folders
+        staging = replacing.staging_of(folder)
+        on_one_rank(moves, lambda: replacing.begin(folder))
+        super().save_checkpoint(str(save_dir), str(staging.relative_to(save_dir)), state, False, exclude_frozen)
+        if self.update_window.is_open:
+            stage, offload = self.zero_optimization_stage(), bool(self.zero_offload_optimizer())
+            saving.save(self.optimizer, staging, stage=stage, offload=offload, writes_record=moves)
+        on_one_rank(moves, lambda: replacing.commit(folder))
+        if save_latest:
+            on_one_rank(moves, lambda: replacing.write_file(save_dir / "latest", tag))
+
+    @property
+    def _moves_folders(self) -> bool:
+        """True on one rank of all, or of each node where checkpoints lie on the nodes."""
+        return (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
+
+    # --- loading ----------------------------------------------------------------------------------------------------
 
     @override
-    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        """Load as DeepSpeed does (collective); the open window is discarded, unless there is no checkpoint to load.
+    def load_checkpoint(
+        self, load_dir: str, tag: str | None = None, *args: Any, discard_window: bool = False, **kwargs: Any
+    ) -> Any:
+        """Load as DeepSpeed does, and go on with the update window that was open in the checkpoint. Collective.
+
+        The engine's own open window is discarded, unless there is no checkpoint to load. The stage, offload of the
+        optimizer and the accumulation dtype may be others than those that were saved.
 
         Args:
             load_dir: folder of checkpoints.
-            *args: for DeepSpeed's ``load_checkpoint`` (``tag``, ``load_module_only`` and others).
-            **kwargs: likewise.
+            tag: name of one; that in the file ``latest`` unless given.
+            *args: for DeepSpeed's ``load_checkpoint`` (``load_module_strict`` and others).
+            discard_window: leave out the window in the checkpoint, and begin with an empty one. So does
+                ``load_module_only``.
+            **kwargs: for DeepSpeed's ``load_checkpoint``.
 
         Returns:
             Path of the checkpoint, ``None`` without one, and the client's state.
 
         Raises:
+            ValueError: the checkpoint's window is damaged, or is that of other parameters or ranks.
             RankDisagreementError: another rank does something else, or the ranks have disagreed before.
         """
         self.agreement.before_checkpoint("loads")
-        loaded = super().load_checkpoint(load_dir, *args, **kwargs)
+        on_one_rank(self._moves_folders, lambda: _recover(Path(load_dir), tag))
+        loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         path, client_state = loaded
         if path is not None:
             self.zero_grad()
@@ -74,4 +151,29 @@ class CheckpointingEngine(OtherRanksEngine):
             # DeepSpeed gives its counters to the client where only the module was loaded.
             if "skipped_steps" not in client_state:
                 self._skips = SkipRecord.from_state(record)
+                if not discard_window:
+                    self._load_window(Path(path).parent)
         return loaded
+
+    def _load_window(self, folder: Path) -> None:
+        try:
+            together(lambda: self._read_window(folder))
+        except (ValueError, OSError):
+            self.zero_grad()  # other ranks have loaded theirs
+            raise
+        if not self.managed_gradient_accumulation():
+            self._unmanaged_backward_count = self.update_window.micro_batches
+
+    def _read_window(self, folder: Path) -> None:
+        saved = SavedWindow.read(folder)
+        if saved is not None:
+            self.optimizer.load_window(folder, saved)
+
+
+def _recover(load_dir: Path, tag: str | None) -> None:
+    """Put back a checkpoint that was moved away when its successor's writer died."""
+    latest = load_dir / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    if tag is not None:
+        replacing.recover(load_dir / str(tag))

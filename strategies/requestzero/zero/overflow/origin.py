@@ -81,6 +81,23 @@ class OverflowOrigin:
         self._open.clear()
         self._squares.append([square for square in self._sums.squared_norms() if square is not None])
 
+    def state(self) -> dict[str, Any]:
+        """Return what is known now of the open window's ended requests, for a checkpoint (reads the device)."""
+        request, parameters = self._first_bad_request()
+        since = self._first_of_the_last_bad_sums()
+        return {"request": request, "parameters": list(parameters), "sum_request": since, "edited": self._edited}
+
+    def load(self, state: dict[str, Any], requests: int) -> None:
+        """Go on from :meth:`state` of another engine, in whose window ``requests`` had ended."""
+        self.discard()
+        self._edited = state["edited"]
+        bad = [self._names.index(name) for name in state["parameters"]]
+        since = requests if state["sum_request"] is None else state["sum_request"]
+        for number in range(requests):
+            param_ids = bad if number == state["request"] else []
+            self._peaks.append((param_ids, torch.full((len(param_ids),), float("inf"))))
+            self._squares.append([torch.tensor(float("inf"))] if number >= since else [])
+
     def find(self, window: UpdateWindow) -> None:
         """Exchange the records and build :attr:`message`, while the gradients are still there. Collective."""
         known: list[Any] = [None] * dist.get_world_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from requestzero.zero.stage_1_and_2 import model_weights
 from requestzero.zero.stage_1_and_2.frozen_parameters import kept_still
 from requestzero.zero.stage_1_and_2.full_gradients import complete_before_access
 from requestzero.zero.stage_1_and_2.optimizer_parts import OptimizerParts, build_parts, is_muon_group
+from requestzero.zero.window_checkpoint import loading
+from requestzero.zero.window_checkpoint.record import SavedWindow
 
 
 class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # type: ignore[misc]
@@ -37,8 +40,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
     It is a ``torch.optim.Optimizer`` to schedulers and others that ask; what else it lacks is that of the user's own
     optimizer, which updates the partitions.
 
-    Built by the engine, which counts micro-batches and requests. It does not save the gradients of an open window, and
-    leaves ZenFlow and pipelines to DeepSpeed.
+    Built by the engine, which counts micro-batches and requests. It leaves ZenFlow and pipelines to DeepSpeed.
     """
 
     on_unseen_gradient: Callable[[], None] = staticmethod(lambda: None)
@@ -349,6 +351,11 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         self.discard_window()
         super().load_state_dict(*args, **kwargs)
         self.written.forget_set_masters()
+
+    def load_window(self, folder: Path, saved: SavedWindow) -> None:
+        """Go on with the open window of a checkpoint, whose weights and state are loaded (this rank only)."""
+        loading.load(self, folder, saved)
+        self._expose_sums()
 
     def check_request(self) -> DroppedRequest | None:
         """Undo the request that has just ended if the window's sum is not finite now (collective, one host read)."""

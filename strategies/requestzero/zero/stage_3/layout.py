@@ -24,6 +24,8 @@ class Shard(NamedTuple):
     """Padding included."""
     owned: int
     """Elements of the parameter among them; 0 where the shard is padding."""
+    start: int
+    """The first of them within the parameter."""
 
 
 class Stretch(NamedTuple):
@@ -67,7 +69,7 @@ class ShardLayout:
         for param in params:
             numel = int(param.partition_numel())
             owned = max(0, min(numel, int(param.ds_numel) - rank * numel))
-            self.shards.append(Shard(end, numel, owned))
+            self.shards.append(Shard(end, numel, owned, rank * numel))
             end += numel
         self.stretches.append(Stretch(start, end - start))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from requestzero.zero.stage_3.gathers import unwatch_gathers
 from requestzero.zero.stage_3.gradient_access import gather_whole, write_shard
 from requestzero.zero.stage_3.optimizer_parts import OptimizerParts, build_parts
 from requestzero.zero.stage_3.reduction import owned_parts
+from requestzero.zero.window_checkpoint import loading
+from requestzero.zero.window_checkpoint.record import SavedWindow
 
 
 class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
@@ -34,8 +37,8 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     to the sum of the window before, and what is absent replays it. Buckets, collectives, weights, optimizer state and
     the step are DeepSpeed's.
 
-    Built by the engine, which counts micro-batches and requests. It does not save the gradients of an open window, and
-    leaves NVMe, ZenFlow, SuperOffload, MiCS and experts with ranks of their own to DeepSpeed.
+    Built by the engine, which counts micro-batches and requests. It leaves NVMe, ZenFlow, SuperOffload, MiCS and
+    experts with ranks of their own to DeepSpeed.
     """
 
     compute_grad_norm = True
@@ -252,6 +255,10 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Also discard the open window: pending gradients belong to the weights before the load."""
         self.discard_window()
         super().load_state_dict(*args, **kwargs)
+
+    def load_window(self, folder: Path, saved: SavedWindow) -> None:
+        """Go on with the open window of a checkpoint, whose weights and state are loaded (this rank only)."""
+        loading.load(self, folder, saved)
 
     def check_request(self) -> DroppedRequest | None:
         """Undo the request that has just ended if the window's sum is not finite now (collective, one host read)."""

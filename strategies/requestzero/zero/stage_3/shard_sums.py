@@ -6,7 +6,7 @@ the step the shards of parameters that were absent are zeroed. So a window is di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -16,6 +16,8 @@ from requestzero.zero.common.norm import square_of, vector_norm, vector_norms
 from requestzero.zero.common.partition_traffic import PartitionTraffic
 from requestzero.zero.stage_3.host_gradients import HostGradients
 from requestzero.zero.stage_3.layout import ShardLayout
+from requestzero.zero.window_checkpoint.record import SavedRank
+from requestzero.zero.window_checkpoint.sums import OwnedPart, SavedSums
 
 
 class ShardSums:
@@ -55,7 +57,7 @@ class ShardSums:
         """Return what this rank owns of a parameter's sum as a view, padding included. Flat."""
         if not self._views:
             buffer = self._buffer()
-            self._views = [buffer.narrow(0, offset, numel) for offset, numel, _ in self._layout.shards]
+            self._views = [buffer.narrow(0, shard.offset, shard.numel) for shard in self._layout.shards]
         return self._views[param_id]
 
     def stretches(self) -> list[torch.Tensor]:
@@ -151,7 +153,7 @@ class ShardSums:
 
     def step_shard(self, param_id: int) -> torch.Tensor:
         """Return what this rank owns of a parameter's completed sum as the step reads it. Flat."""
-        offset, numel, _ = self._layout.shards[param_id]
+        offset, numel, *_ = self._layout.shards[param_id]
         index = next(i for i, group in enumerate(self._layout.groups) if group[0] <= param_id <= group[-1])
         return self.step_gradients()[index].narrow(0, offset - self._layout.stretches[index].offset, numel)
 
@@ -184,6 +186,39 @@ class ShardSums:
         """Make the sum what it was when ``saved`` was a copy of :meth:`tensors` and ``state`` was :meth:`state`."""
         self._buffer().copy_(saved[0], non_blocking=True)
         self._begun = set(state)
+        self.note_change()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    edited = False
+    """Norms are read from the sums in the step, whether a user has set one or not."""
+
+    def owned_parts(self) -> Iterator[OwnedPart]:
+        """Yield what this rank owns of every parameter's sum, as views; zero for parameters that were absent."""
+        for number, shard in enumerate(self._layout.shards):
+            if shard.owned:
+                whole, values = int(self._layout.params[number].ds_numel), self.begin(number)[: shard.owned]
+                yield OwnedPart(self._names[number], shard.start, whole, values)
+
+    def norms(self) -> dict[str, float]:
+        """Return nothing: norms are read from the sums in the step."""
+        return {}
+
+    def load(self, sums: SavedSums, rank: SavedRank, unused: Collection[str]) -> None:
+        """Begin a window with the sums of a checkpoint.
+
+        Args:
+            sums: of all ranks.
+            rank: not needed here.
+            unused: likewise.
+
+        Raises:
+            ValueError: the checkpoint has not the sums of these parameters.
+        """
+        for number, shard in enumerate(self._layout.shards):
+            total = self.begin(number)
+            if shard.owned:
+                sums.read_into(total[: shard.owned], self._names[number], shard.start)
         self.note_change()
 
     @property

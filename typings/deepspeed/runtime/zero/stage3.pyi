@@ -72,6 +72,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
 
     # Configuration.
     offload_optimizer: bool
+    gradient_accumulation_dtype: torch.dtype
     reduce_scatter: bool
     contiguous_gradients: bool
     clip_grad: float

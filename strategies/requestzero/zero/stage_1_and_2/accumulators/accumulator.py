@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,20 @@ from requestzero.zero.stage_1_and_2.layout import GroupLayout, Place
 
 CountsInNorm = Callable[[int], bool]
 """Tells by a parameter's id whether this rank counts it in the norm; others count what is replicated."""
+
+
+@dataclass(frozen=True)
+class SavedSum:
+    """A sum in a checkpoint."""
+
+    read_into: Callable[[torch.Tensor, int, int], None]
+    """Fills a flat tensor with a parameter's sum: tensor, parameter id, first element within the parameter."""
+    used: frozenset[int]
+    """Ids of parameters with a gradient in the window."""
+    norms: Mapping[int, torch.Tensor]
+    """Norms of owned parts that were computed in backwards, scalars on the accelerator, by parameter id."""
+    edited: bool
+    """A user has set a gradient."""
 
 
 class Accumulator(ABC):
@@ -90,6 +105,10 @@ class Accumulator(ABC):
     @abstractmethod
     def state(self) -> Any:
         """Return what has to be known beside :meth:`tensors` to go back to the present sum."""
+
+    @abstractmethod
+    def load(self, saved: SavedSum) -> None:
+        """Begin a window with the sum of a checkpoint, between requests."""
 
     @property
     def device_bytes(self) -> int:

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
 from requestzero.zero.common.streams import current_stream, record_event
-from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator
+from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator, SavedSum
 from requestzero.zero.stage_1_and_2.accumulators.fragments import GradientFragments
 from requestzero.zero.stage_1_and_2.bucket_runs import Run
 
@@ -96,6 +96,13 @@ class DeviceAccumulator(Accumulator):
     def go_back(self, saved: Sequence[torch.Tensor], state: Any) -> None:
         for now, before in zip(self.tensors(), saved, strict=True):
             now.copy_(before, non_blocking=True)
+
+    @override
+    def load(self, saved: SavedSum) -> None:
+        flat = torch.zeros(self.numel, dtype=self.dtype, device=get_accelerator().current_device_name())
+        for param_id, place in self.places.items():
+            saved.read_into(flat.narrow(0, place.offset, place.numel), param_id, place.start)
+        self._partition = DevicePartition(flat)
 
     @property
     @override

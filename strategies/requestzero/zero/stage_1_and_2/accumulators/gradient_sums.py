@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from requestzero.zero.common.partition_traffic import PartitionTraffic
-from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator
+from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator, SavedSum
 from requestzero.zero.stage_1_and_2.accumulators.host_copies import HostCopies
+from requestzero.zero.stage_1_and_2.accumulators.offload_base import OffloadAccumulator
 from requestzero.zero.stage_1_and_2.accumulators.offload_host_gradient import HostGradientAccumulator
 from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionAccumulator
 from requestzero.zero.stage_1_and_2.accumulators.retention import Retention
 from requestzero.zero.stage_1_and_2.bucket_collective import Reduced
 from requestzero.zero.stage_1_and_2.bucket_runs import Piece, runs_of
 from requestzero.zero.stage_1_and_2.scatter_plan import Part
+from requestzero.zero.window_checkpoint.record import SavedRank
+from requestzero.zero.window_checkpoint.sums import OwnedPart, SavedSums
 
 
 class GradientSums:
@@ -139,6 +144,48 @@ class GradientSums:
         self._copies.wait()  # one under way would land in the next window's sum
         for each in self.accumulators:
             each.discard()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def owned_parts(self) -> Iterator[OwnedPart]:
+        """Yield what this rank owns of every parameter's sum, as views; zero for parameters that were absent."""
+        for each in self.accumulators:
+            for param_id, place in each.group.owned.items():
+                whole = sum(share.numel for share in each.group.shares[param_id])
+                yield OwnedPart(self._names[param_id], place.start, whole, each.fragment(param_id))
+
+    @property
+    def edited(self) -> bool:
+        """True if a user has set a gradient in the window, where that makes a difference."""
+        return any(each.edited for each in self.accumulators if isinstance(each, OffloadAccumulator))
+
+    def norms(self) -> dict[str, float]:
+        """Return norms of owned parts that were computed in backwards, by the parameter's name. Reads each."""
+        on_host = [each for each in self.accumulators if isinstance(each, HostGradientAccumulator)]
+        return {self._names[number]: float(norm) for each in on_host for number, norm in each.norms.items()}
+
+    def load(self, sums: SavedSums, rank: SavedRank, unused: Collection[str]) -> None:
+        """Begin a window with the sums of a checkpoint, between requests.
+
+        Args:
+            sums: of all ranks.
+            rank: the record of this rank.
+            unused: names of parameters without a gradient in the window.
+
+        Raises:
+            ValueError: the checkpoint has not the sums of these parameters.
+        """
+        device, numbers = get_accelerator().current_device_name(), range(len(self._names))
+        norms = {name: torch.tensor(norm, dtype=get_norm_dtype(), device=device) for name, norm in rank.norms.items()}
+        saved = SavedSum(
+            read_into=lambda target, number, start: sums.read_into(target, self._names[number], start),
+            used=frozenset(number for number in numbers if self._names[number] not in unused),
+            norms={number: norms[self._names[number]] for number in numbers if self._names[number] in norms},
+            edited=rank.edited,
+        )
+        for each in self.accumulators:
+            each.load(saved)
+        self.end_request()
 
     # --- users ------------------------------------------------------------------------------------------------------
 

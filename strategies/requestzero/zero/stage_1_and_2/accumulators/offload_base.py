@@ -38,6 +38,11 @@ class OffloadAccumulator(Accumulator):
         self._used: set[int] = set()
         self._edited = False
 
+    @property
+    def edited(self) -> bool:
+        """True if a user has set a gradient in the window."""
+        return self._edited
+
     @override
     def unused_parameters(self) -> list[int]:
         return [param_id for param_id in self.group.owned if param_id not in self._used]

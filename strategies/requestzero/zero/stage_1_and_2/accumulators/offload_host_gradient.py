@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from requestzero.zero.common.norm import square_of, vector_norms
+from requestzero.zero.stage_1_and_2.accumulators.accumulator import SavedSum
 from requestzero.zero.stage_1_and_2.accumulators.offload_base import OffloadAccumulator
 from requestzero.zero.stage_1_and_2.bucket_runs import Run
 
@@ -113,3 +114,17 @@ class HostGradientAccumulator(OffloadAccumulator):
         self._begun, self._used, self._norms = set(begun), set(used), dict(norms)
         for now, before in zip(self.tensors(), saved, strict=True):
             now.copy_(before, non_blocking=True)
+
+    @property
+    def norms(self) -> Mapping[int, torch.Tensor]:
+        """Norms that were computed in backwards and still hold, by parameter id."""
+        return self._norms
+
+    @override
+    def load(self, saved: SavedSum) -> None:
+        self.copies.wait()
+        for param_id, place in self.group.owned.items():
+            saved.read_into(self._on_host(param_id), param_id, place.start)
+        self._begun, self._used = set(self.group.owned), set(self.group.owned) & saved.used
+        self._norms = {param_id: saved.norms[param_id] for param_id in self._used if param_id in saved.norms}
+        self._edited = saved.edited

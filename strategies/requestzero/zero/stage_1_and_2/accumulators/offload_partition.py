@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from requestzero.zero.common.partition_traffic import PartitionTraffic
 from requestzero.zero.common.streams import has_streams
+from requestzero.zero.stage_1_and_2.accumulators.accumulator import SavedSum
 from requestzero.zero.stage_1_and_2.accumulators.device import DevicePartition
 from requestzero.zero.stage_1_and_2.accumulators.offload_base import OffloadAccumulator
 from requestzero.zero.stage_1_and_2.bucket_runs import Run
@@ -215,6 +216,15 @@ class PartitionAccumulator(OffloadAccumulator):
         self._free()
         self.host().copy_(before, non_blocking=True)
         self.state_of_partition = PartitionState.ON_HOST
+
+    @override
+    def load(self, saved: SavedSum) -> None:
+        flat = self._new(torch.zeros)
+        for param_id, place in self.group.owned.items():
+            saved.read_into(flat.narrow(0, place.offset, place.numel), param_id, place.start)
+        self._partition = DevicePartition(flat)
+        self._used, self._edited = set(self.group.owned) & saved.used, saved.edited
+        self.state_of_partition = PartitionState.DIRTY  # the request's end copies it to the host and finds the norm
 
     @property
     @override
