@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from requestzero.recipes.launched import launch_problems, register_launched
 from requestzero.recipes.override_check import command_problems
 from support.accelerate_state import fresh
 from support.paths import ACCELERATE_CONFIGS
+from support.preloaded import executable
 from support.ranks import RankGroup
 from support.recipe_configs import TINY, compose_recipe
 from support.scripts import finish, start_module
@@ -197,7 +197,7 @@ def test_wrong_overrides_are_told_all_at_once() -> None:
 
 
 def test_a_wrong_command_starts_nothing() -> None:
-    command = [sys.executable, "-m", "requestzero.recipes.accelerate_sft", "zero=stage9"]
+    command = [executable(), "-m", "requestzero.recipes.accelerate_sft", "zero=stage9"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 2
     assert "Nothing was started:\n  zero=stage9 is not allowed: use one of" in run.stderr

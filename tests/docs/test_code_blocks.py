@@ -15,6 +15,7 @@ import torch
 
 from support.accelerate_state import fresh
 from support.documents import PAGES, Block, blocks_of, python_blocks
+from support.preloaded import executable
 from support.ranks import RankGroup
 
 # Mark of a script -> how it is started.
@@ -39,7 +40,7 @@ def last_line(block: Block, folder: Path) -> str:
     script.write_text(block.code, encoding="utf-8")
     scripts = os.path.dirname(sys.executable)  # ninja, for DeepSpeedCPUAdam
     run = subprocess.run(
-        [sys.executable, *STARTED_WITH[str(block.mark)], str(script)],
+        [executable(), *STARTED_WITH[str(block.mark)], str(script)],
         cwd=folder,
         env={**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,

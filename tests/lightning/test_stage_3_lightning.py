@@ -201,7 +201,7 @@ def failing(root: Path) -> str:
 
 
 def test_a_training_step_that_raises_on_one_rank(tmp_path: Path) -> None:
-    ranks = RankGroup(2, forked=True)
+    ranks = RankGroup(2)
     try:
         messages = ranks.run(failing, tmp_path)
     finally:

@@ -12,6 +12,6 @@ from support.ranks import RankGroup
 @pytest.fixture
 def two_fresh_ranks() -> Iterator[RankGroup]:
     """Two ranks of this test alone."""
-    group = RankGroup(2, forked=True)
+    group = RankGroup(2)
     yield group
     group.stop()

@@ -17,15 +17,16 @@ from pathlib import Path
 
 import pytest
 
+from support.preloaded import executable
 from support.recipe_configs import TINY
 
 ONE_RANK = ["trainer.devices=1", "trainer.accelerator=cpu"]
 
 
 @contextmanager
-def started(directory: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+def started(directory: Path, *overrides: str, python: str | None = None) -> Iterator[subprocess.Popen[str]]:
     """The command in a process group of its own, of which nothing is left afterwards."""
-    command = [sys.executable, "-m", "requestzero.recipes.lightning_sft", *overrides]
+    command = [python or executable(), "-m", "requestzero.recipes.lightning_sft", *overrides]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, cwd=directory, text=True, start_new_session=True, **pipes) as process:
         try:
@@ -185,7 +186,10 @@ def test_help_lists_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.timeout(200)
 def test_sigterm_ends_all_ranks(tmp_path: Path) -> None:
     with started(
-        tmp_path, *TINY, "trainer.max_steps=100000", "trainer.devices=2", "trainer.accelerator=cpu"
+        tmp_path,
+        *TINY,
+        *("trainer.max_steps=100000", "trainer.devices=2", "trainer.accelerator=cpu"),
+        python=sys.executable,  # all ranks are in the group of the command
     ) as process:
         assert process.stdout is not None
         assert any(line.startswith("update 1/") for line in process.stdout), "training has begun"

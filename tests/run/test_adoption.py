@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ from support.paths import ACCELERATE_CONFIGS
 from support.scripts import finish, start_module
 
 LOOP = Path(unchanged_loop.__file__)
+FRESH = {"python": sys.executable}
+"""Nothing is imported before ``requestzero.run``: what it changes are imports."""
 WITH_TESTS = {"PYTHONPATH": f"{LOOP.parent.parent}:{Path(__file__).parents[2] / 'strategies'}"}
 LAUNCH = ("--config_file", str(ACCELERATE_CONFIGS / "zero2_cpu.yaml"), "--main_process_port", "0")
 TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "requestzero.run")
@@ -30,7 +33,7 @@ def results(directory: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def output() -> str:
-    return finish(start_module("requestzero.run", str(adopted_facts.__file__), **WITH_TESTS))
+    return finish(start_module("requestzero.run", str(adopted_facts.__file__), **FRESH, **WITH_TESTS))
 
 
 def test_every_plugin_of_a_supported_stage_is_adopted(output: str) -> None:
@@ -84,13 +87,13 @@ def test_the_stages_of_initialize_are_those_that_the_help_names(stage: int) -> N
 def test_a_bare_accelerator_under_accelerate_launch(tmp_path: Path) -> None:
     """With a shipped file, and a loader whose worker is spawned."""
     module = ("accelerate.commands.launch", *LAUNCH, "-m", "requestzero.run", str(LOOP), "accelerate", str(tmp_path))
-    finish(start_module(*module))
+    finish(start_module(*module, **FRESH))
     assert results(tmp_path) == [text.format("RequestZeROOptimizer") for text in EXPECTED]
 
 
 def test_deepspeed_initialize_under_torchrun(tmp_path: Path) -> None:
     program = ("-m", "support.unchanged_loop", "deepspeed", str(tmp_path))
-    output = finish(start_module("torch.distributed.run", *TORCHRUN, *program, **WITH_TESTS))
+    output = finish(start_module("torch.distributed.run", *TORCHRUN, *program, **FRESH, **WITH_TESTS))
     assert results(tmp_path) == [text.format("RequestZeROOptimizer") for text in EXPECTED]
     assert "requestzero.run:" not in output
 
@@ -99,7 +102,7 @@ def test_deepspeed_initialize_under_torchrun(tmp_path: Path) -> None:
 def test_deepspeed_initialize_can_be_left_as_it_is(tmp_path: Path, options: tuple[str, ...]) -> None:
     program = tmp_path / "program.py"
     program.write_text("import deepspeed\nprint('wrapped', hasattr(deepspeed.initialize, '__wrapped__'))")
-    output = finish(start_module("requestzero.run", *options, str(program), DS_ACCELERATOR="cpu"))
+    output = finish(start_module("requestzero.run", *options, str(program), **FRESH, DS_ACCELERATOR="cpu"))
     assert f"wrapped {not options}" in output
 
 

@@ -33,13 +33,10 @@ class RankGroup:
 
     Args:
         world_size: number of ranks.
-        forked: start them from a process that has imported everything already: for groups that serve one test, which
-            may leave collectives behind that nobody completes.
     """
 
-    def __init__(self, world_size: int, forked: bool = False) -> None:
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._forked = forked
         self._workers: list[tuple[Any, Connection]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -66,7 +63,7 @@ class RankGroup:
                 ) from None
 
     def _start(self) -> None:
-        context = _fork_context() if self._forked else mp.get_context("spawn")
+        context = _fork_context()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         rendezvous = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):

@@ -9,14 +9,22 @@ import sys
 
 import pytest
 
+from support.preloaded import executable
+
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 
 
-def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """``python ...``, in a process group of its own, without what this process was given for ranks of its own."""
+def start(*arguments: str, python: str | None = None, **environment: str) -> subprocess.Popen[str]:
+    """``python ...``, in a process group of its own, without what this process was given for ranks of its own.
+
+    Args:
+        arguments: of the interpreter.
+        python: the interpreter; by default one that has imported DeepSpeed.
+        environment: further variables.
+    """
     inherited = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [python or executable(), *arguments],
         env={**inherited, "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -25,9 +33,9 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def start_module(module: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+def start_module(module: str, *arguments: str, python: str | None = None, **environment: str) -> subprocess.Popen[str]:
     """``python -m module ...``."""
-    return start("-m", module, *arguments, **environment)
+    return start("-m", module, *arguments, python=python, **environment)
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 150.0) -> str:
