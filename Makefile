@@ -29,19 +29,23 @@ doctor: $(STAMP)  ## versions, machine, and what stock DeepSpeed does to a confi
 probe: $(STAMP)  ## measure against stock DeepSpeed on this machine, into outputs/probe
 	$(RUN) requestzero.probe --html outputs/probe/probe.html $(ARGS)
 
-# Tests of waiting times run alone, after the rest.
+# A file stays on one worker, for its fixtures. In the order of the files: by number of tests, as xdist would have it, the
+# longest, which start programs, come last and leave a core idle.
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Tests of waiting times run after the rest, without other work beside them.
 WAITS := tests/rank_check tests/support
 
 test: $(STAMP)  ## all tests
 ifeq ($(strip $(ARGS)),)
-	$(RUN) pytest -n $(WORKERS) --dist loadfile $(WAITS:%=--ignore=%)
-	$(RUN) pytest $(WAITS)
+	$(RUN) pytest $(SIDE_BY_SIDE) $(WAITS:%=--ignore=%)
+	$(RUN) pytest $(SIDE_BY_SIDE) $(WAITS)
 else
 	$(RUN) pytest $(ARGS)
 endif
 
 test-fast: $(STAMP)  ## a few quick tests of every file: minutes, for the inner loop
-	$(RUN) pytest -n $(WORKERS) --dist loadfile --fast $(ARGS)
+	$(RUN) pytest $(SIDE_BY_SIDE) --fast $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and layout; import-linter: the layers of the packages
 	$(RUN) ruff check .

@@ -21,6 +21,8 @@ from support.scripts import finish, start_module
 LOOP = Path(unchanged_loop.__file__)
 FRESH = {"python": sys.executable}
 """Nothing is imported before ``requestzero.run``: what it changes are imports."""
+FRESH_RANKS = {"PYTHON_EXEC": sys.executable}
+"""The same for what torchrun starts."""
 WITH_TESTS = {"PYTHONPATH": f"{LOOP.parent.parent}:{Path(__file__).parents[2] / 'strategies'}"}
 LAUNCH = ("--config_file", str(ACCELERATE_CONFIGS / "zero2_cpu.yaml"), "--main_process_port", "0")
 TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "requestzero.run")
@@ -87,13 +89,13 @@ def test_the_stages_of_initialize_are_those_that_the_help_names(stage: int) -> N
 def test_a_bare_accelerator_under_accelerate_launch(tmp_path: Path) -> None:
     """With a shipped file, and a loader whose worker is spawned."""
     module = ("accelerate.commands.launch", *LAUNCH, "-m", "requestzero.run", str(LOOP), "accelerate", str(tmp_path))
-    finish(start_module(*module, **FRESH))
+    finish(start_module(*module, **FRESH_RANKS))
     assert results(tmp_path) == [text.format("RequestZeROOptimizer") for text in EXPECTED]
 
 
 def test_deepspeed_initialize_under_torchrun(tmp_path: Path) -> None:
     program = ("-m", "support.unchanged_loop", "deepspeed", str(tmp_path))
-    output = finish(start_module("torch.distributed.run", *TORCHRUN, *program, **FRESH, **WITH_TESTS))
+    output = finish(start_module("torch.distributed.run", *TORCHRUN, *program, **FRESH_RANKS, **WITH_TESTS))
     assert results(tmp_path) == [text.format("RequestZeROOptimizer") for text in EXPECTED]
     assert "requestzero.run:" not in output
 

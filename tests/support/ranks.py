@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -159,6 +160,7 @@ def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> No
         pipe.recv()
         pipe.send((False, traceback.format_exc()))
         return
+    gc.freeze()  # DeepSpeed and Accelerate collect garbage often, which would look at all that was imported each time
     while True:
         try:
             function, args, kwargs = pipe.recv()

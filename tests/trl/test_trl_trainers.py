@@ -94,7 +94,10 @@ def test_unchanged(under_ddp: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """All of them in one program."""
     paths = {"PYTHONPATH": f"{PROGRAM.parent.parent}:{os.environ.get('PYTHONPATH', '')}"}
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "requestzero.run")
-    finish(start_module(*launcher, str(PROGRAM), str(tmp_path), python=sys.executable, **OFFLINE, **paths), timeout=300)
+    finish(
+        start_module(*launcher, str(PROGRAM), str(tmp_path), PYTHON_EXEC=sys.executable, **OFFLINE, **paths),
+        timeout=300,
+    )
     found = torch.load(tmp_path / "found.pt")
     assert found.keys() == under_ddp.keys()
     for case in CASES:

@@ -9,8 +9,8 @@ import torch
 
 CLEARLY = 1.5
 """Ratio above which 16-bit products are given up. Processors with 16-bit units have 0.2 to 0.5, others 2.4 to 20."""
-_SHAPE = (512, 128, 512)
-"""Tokens, inputs and outputs of the linear layer that is measured."""
+LAYER = (512, 128, 512)
+"""Tokens, inputs and outputs of the linear layer that is measured unless another one is given."""
 _REPEATS = 5
 
 
@@ -38,23 +38,24 @@ class MatmulSpeed:
         return self.ratio > CLEARLY
 
 
-def measure_matmuls(dtype: torch.dtype) -> MatmulSpeed:
+def measure_matmuls(dtype: torch.dtype, layer: tuple[int, int, int] = LAYER) -> MatmulSpeed:
     """Measure on the CPU, with one thread; takes less than a second.
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``.
+        layer: tokens, inputs and outputs of a linear layer.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # other threads may be busy, which would count for the dtype that has met them
     try:
-        pairs = [(_seconds(dtype), _seconds(torch.float32)) for _ in range(_REPEATS)]
+        pairs = [(_seconds(dtype, layer), _seconds(torch.float32, layer)) for _ in range(_REPEATS)]
     finally:
         torch.set_num_threads(threads)
     return MatmulSpeed(dtype, min(pair[0] for pair in pairs), min(pair[1] for pair in pairs))
 
 
-def _seconds(dtype: torch.dtype) -> float:
-    tokens, inputs, outputs = _SHAPE
+def _seconds(dtype: torch.dtype, layer: tuple[int, int, int]) -> float:
+    tokens, inputs, outputs = layer
     x = torch.ones(tokens, inputs, dtype=dtype, requires_grad=True)
     weight = torch.ones(outputs, inputs, dtype=dtype, requires_grad=True)
     gradient = torch.ones(tokens, outputs, dtype=dtype)

@@ -46,17 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _with_fast_matmuls(options: Options, console: Console) -> Options:
-    """Measure how a 16-bit Hugging Face model is computed faster on this processor, and say so.
-
-    The chain of layers has matrices of one row, which take the same time in every dtype.
-    """
-    if options.model.path is None or options.device != "cpu" or (options.dtype == "fp32" and not options.full):
+    """Measure how a 16-bit model is computed faster on this processor, and say so."""
+    if options.device != "cpu" or (options.dtype == "fp32" and not options.full):
         return options
     import torch
 
-    from requestzero.environment.matmul_speed import measure_matmuls
+    from requestzero.environment.matmul_speed import LAYER, measure_matmuls
 
-    speed = measure_matmuls(torch.bfloat16)
+    width = options.model.width
+    speed = measure_matmuls(torch.bfloat16, (1, width, width) if options.model.path is None else LAYER)
     chosen = "fp32" if speed.prefers_fp32 else "the model's dtype"
     console.print(f"Matrix products of the model: in {chosen} ({speed}).", markup=False, highlight=False)
     return replace(options, model=replace(options.model, fp32_matmuls=speed.prefers_fp32))

@@ -39,6 +39,12 @@ class CausalLoss(torch.nn.Module):
         return self.model(input_ids=tokens, labels=tokens).loss
 
 
+def _hugging_face(path: str) -> CausalLoss:
+    from transformers import AutoModelForCausalLM
+
+    return CausalLoss(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+
+
 @dataclass(frozen=True)
 class Shape:
     """Trainable parameters of a model, and the tensors that they lie in."""
@@ -55,16 +61,12 @@ class ModelChoice:
     width: int
     path: str | None = None
     fp32_matmuls: bool = False
-    """Compute the Hugging Face model's matrix products in fp32, whatever its dtype."""
+    """Compute the model's matrix products in fp32, whatever its dtype."""
 
     def build(self) -> torch.nn.Module:
         """Build the model in fp32 on the CPU, the same on every rank."""
         torch.manual_seed(0)
-        if self.path is None:
-            return Chain(self.layers, self.width)
-        from transformers import AutoModelForCausalLM
-
-        model = CausalLoss(AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32))
+        model = Chain(self.layers, self.width) if self.path is None else _hugging_face(self.path)
         if self.fp32_matmuls:
             run_in_fp32(model)
         return model

@@ -21,10 +21,14 @@ from pathlib import Path
 IMPORTED = (
     "accelerate.commands.launch",
     "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "hydra",
     "lightning.pytorch",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
     "torch.distributed.run",
+    "torch.utils.tensorboard",
     "transformers.integrations.deepspeed",
 )
 """Packages of others: what a program imports of this one, and when, stays as it is."""
