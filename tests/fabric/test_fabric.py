@@ -241,7 +241,7 @@ def alone_in_a_save(folder: str) -> str:
 
 
 def test_a_rank_alone_in_a_save_is_an_error_on_all(tmp_path: Path) -> None:
-    ranks = RankGroup(2, forked=True)
+    ranks = RankGroup(2)
     try:
         texts = ranks.run(alone_in_a_save, str(tmp_path / "saved"))
     finally:

@@ -84,7 +84,7 @@ def test_a_killed_save(two_ranks: RankGroup, same_tag: bool, tmp_path: Path) -> 
     places = []
     for point in range(POINTS):
         rank, folder = point % 2, str(tmp_path / str(point))
-        group = RankGroup(2, forked=True)
+        group = RankGroup(2)
         try:
             group.run(killed, folder, same_tag, rank, int(calls[rank] * (point + 0.5) / POINTS), timeout=60)
         except RankError as error:
