@@ -102,6 +102,7 @@ def measure(cell: Cell, environment: Environment, tests: bool) -> dict[str, Any]
         raise SystemExit(f"{cell.name}: {test.stdout}\n{test.stderr}")
     result = json.loads(test.stdout)
     outcome = "passed" if result["passed"] else "FAILED"
+    outcome += "" if result["stage_3"] else ", without stage 3"
     if result["different"]:
         outcome = f"{len(result['different'])} definitions of DeepSpeed are not recorded as proved: FAILED"
     row = {
