@@ -208,10 +208,15 @@ def test_a_module_of_stage_3_is_built_in_parts(two_ranks: RankGroup) -> None:
     assert two_ranks.run(built_in_parts) == [(True, True)] * 2
 
 
-def saved_and_resumed(stage: int, offload: bool, folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+def saved_and_resumed(
+    stage: int, offload: bool, folder: str, inside: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """``inside``: the checkpoint is saved inside a window."""
     launched, model, optimizer = set_up(strategy(stage, offload))
     accumulate(launched, model, 0)
     optimizer.step()
+    if inside:
+        accumulate(launched, model, 2)
     launched.save(folder, {"model": model, "optimizer": optimizer, "window": 1})
     accumulate(launched, model, 1)
     optimizer.step()
@@ -223,9 +228,11 @@ def saved_and_resumed(stage: int, offload: bool, folder: str) -> tuple[list[torc
     return weights(model), weights(second), state["window"]
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(1, True), (2, False), (3, True)])
-def test_resume(two_ranks: RankGroup, tmp_path: Path, stage: int, offload: bool) -> None:
-    for first, second, window in two_ranks.run(saved_and_resumed, stage, offload, str(tmp_path / "saved")):
+@pytest.mark.parametrize(
+    ("stage", "offload", "inside"), [(1, True, False), (2, False, True), (2, True, True), (3, True, False)]
+)
+def test_resume(two_ranks: RankGroup, tmp_path: Path, stage: int, offload: bool, inside: bool) -> None:
+    for first, second, window in two_ranks.run(saved_and_resumed, stage, offload, str(tmp_path / "saved"), inside):
         assert same([first], [second])
         assert window == 1
 

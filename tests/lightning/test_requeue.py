@@ -9,9 +9,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
+from requestzero.zero.window_checkpoint.record import SavedWindow
 from support.lightning_parity import Net, data, trainer_of, weights
+from support.lightning_runs import train
+from support.lightning_spec import Run
 from support.ranks import RankGroup
 
 
@@ -67,6 +71,41 @@ def test_two_ranks_save_together(two_ranks: RankGroup, tmp_path: Path, batch: in
     for number, (files, calls, _) in enumerate(two_ranks.run(requeued, "stage2", batch, str(tmp_path))):
         assert files == ["hpc_ckpt_1.ckpt"]
         assert calls == (number == 0)
+
+
+class SignalInWindow(Callback):
+    """Sends the signal in the second window."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == 5:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def job(folder: str, signalled: bool) -> dict[str, Any]:
+    handler = signal.getsignal(signal.SIGUSR2)
+    module_of_call = "lightning.pytorch.trainer.connectors.signal_connector.call"
+    with mock.patch.dict(os.environ, {"SLURM_JOB_ID": "77"}), mock.patch(module_of_call, return_value=0):
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        trainer = {"accumulate": 4, "max_epochs": 2, "plugins": [Node()]}
+        run = Run(trainer=trainer, stateful=True, optimizer="adamw", model="curved", dropout=0.25, root=folder)
+        run.callbacks = [SignalInWindow] if signalled else []
+        result = train(run)
+    signal.signal(signal.SIGUSR2, handler)
+    return result
+
+
+def test_the_requeued_job_goes_on_in_the_window(two_ranks: RankGroup, tmp_path: Path) -> None:
+    """Here the job that was signalled goes on to its end, which the requeued one has to come to as well."""
+    signalled = two_ranks.run(job, str(tmp_path), True)
+    record = SavedWindow.read(tmp_path / "hpc_ckpt_1.ckpt" / "checkpoint")
+    assert record is not None
+    assert record.ranks[0].requests == 2
+    for want, got in zip(signalled, two_ranks.run(job, str(tmp_path), False), strict=True):
+        assert len(got["updates"]) == 5
+        assert got["updates"] == want["updates"][1:]
+        assert [got[key] for key in ("weights", "optimizer", "global_step")] == [
+            want[key] for key in ("weights", "optimizer", "global_step")
+        ]
 
 
 class SignalledAlone(Net):

@@ -35,6 +35,7 @@ from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.options import check_options
 from requestzero.lightning.strategy_facts import FABRIC
 from requestzero.zero.process_group import without_inference_operator
+from requestzero.zero.window_checkpoint.replacing import appearing
 
 if TYPE_CHECKING:
     from requestzero.zero.engine import RequestZeROEngine
@@ -326,12 +327,16 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
     ) -> None:
         """Save a folder of DeepSpeed's, with the optimizer's state as part of the model's. Collective.
 
+        An open update window is saved too, between requests. The folder appears as a whole.
+
         Raises:
+            RuntimeError: inside a request.
             RankDisagreementError: another rank does something else.
         """
         self._agree("fabric.save")
         items = {key: value for key, value in state.items() if not isinstance(value, FabricWindowOptimizer)}
-        super().save_checkpoint(path, items, storage_options, filter)
+        with appearing(Path(self.broadcast(path)), self.is_global_zero) as folder:
+            super().save_checkpoint(folder, items, storage_options, filter)
 
     @override
     def load_checkpoint(
