@@ -6,5 +6,6 @@
 - ``overflow/``: gradients that are not finite: skips, their messages, their origin.
 - ``stage_1_and_2/``: ZeRO 1 and 2: the way of a gradient from its hook into the window's sum, and the thin subclass of
   DeepSpeed's optimizer whose methods delegate to these parts.
+- ``window_checkpoint/``: the open window in checkpoints, and folders that are written as a whole.
 - ``upstream/``: adapters for older releases of DeepSpeed.
 """
