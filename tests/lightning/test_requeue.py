@@ -88,7 +88,7 @@ def job(folder: str, signalled: bool) -> dict[str, Any]:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         trainer = {"accumulate": 4, "max_epochs": 2, "plugins": [Node()]}
         run = Run(trainer=trainer, stateful=True, optimizer="adamw", model="curved", dropout=0.25, root=folder)
-        run.callbacks = [SignalInWindow] if signalled else []
+        run.callbacks, run.ckpt_path = ([SignalInWindow], None) if signalled else ([], "hpc")
         result = train(run)
     signal.signal(signal.SIGUSR2, handler)
     return result
