@@ -117,6 +117,38 @@ def test_a_rank_that_dies(two_fresh_ranks: RankGroup) -> None:
         two_fresh_ranks.run(scenarios.one_dies, timeout=30.0)
 
 
+@pytest.mark.parametrize(
+    "setup", [Setup(stage=1), Setup(stage=2), Setup(stage=3), Setup(stage=2, offload=True)], ids=str
+)
+def test_an_optimizer_that_raises_on_one_rank(two_fresh_ranks: RankGroup, setup: Setup) -> None:
+    outcomes = two_fresh_ranks.run(outcome, scenarios.one_fails_in_its_step, setup=setup, timeout=60.0)
+    assert_all_raise(outcomes, "rank 0: steps after", "rank 1: failed .*OSError: the disk is gone")
+
+
+def test_an_optimizer_that_raises_on_all_ranks(two_ranks: RankGroup) -> None:
+    outcomes = two_ranks.run(outcome, scenarios.all_fail_in_their_step)
+    assert [(each.error, each.text) for each in outcomes] == [("OSError", "the disk is gone")] * 2
+
+
+def test_engines_in_crossed_order(two_fresh_ranks: RankGroup) -> None:
+    """The error is that of the engine in which a rank waits."""
+    outcomes = two_fresh_ranks.run(outcome, scenarios.crossed_engines, timeout=60.0)
+    assert [each.error for each in outcomes] == ["RankDisagreementError"] * 2, outcomes
+    assert outcomes[0].text == outcomes[1].text
+    for line in [f"rank {rank}: begins request 'crossed'.* .engine {rank + 1} of these ranks." for rank in range(2)]:
+        assert re.search(line, outcomes[0].text), outcomes[0].text
+    assert "use their engines in the same order" in outcomes[0].text
+
+
+def test_engines_in_the_same_order_wait_for_each_other(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(scenarios.slow_engines) == [3, 3]
+
+
+def test_the_longest_wait_is_that_of_the_users_process_group(two_ranks: RankGroup) -> None:
+    for given, longest in two_ranks.run(scenarios.timeouts):
+        assert given == longest
+
+
 def test_a_failure_that_others_hear_late(two_fresh_ranks: RankGroup) -> None:
     outcomes = two_fresh_ranks.run(outcome, scenarios.others_do_not_hear)
     assert_all_raise(outcomes, "rank 0: has not said", "rank 1: failed .*OSError: the disk is gone", seconds=8.0)

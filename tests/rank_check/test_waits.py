@@ -37,15 +37,16 @@ def nothing() -> RankReport:
     raise AssertionError("nothing has to be published")
 
 
-def watch() -> Watch:
+def watch(longest_wait: float = float("inf")) -> Watch:
     mailbox: Any = SimpleNamespace(
         wait_for_result=lambda seconds: None,
         reports=lambda: [None],
         set_result=lambda text: text,
-        acknowledge=lambda: None,
-        all_acknowledged=lambda: True,
+        acknowledge=lambda result: None,
+        all_acknowledged=lambda result: True,
+        withdraw=lambda: None,
     )
-    return Watch(mailbox, rank=0)
+    return Watch(mailbox, 0, longest_wait)
 
 
 def test_what_ends_just_after_a_look_has_not_failed() -> None:
@@ -56,6 +57,22 @@ def test_what_ends_just_after_a_look_has_not_failed() -> None:
         RankDisagreementError, match=r"connection to a data-parallel rank was lost \(Connection reset\)"
     ):
         watch().wait(Work(failed=True), nothing)
+
+
+class Never(Work):
+    """Not done, however long it is waited for."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_rank_that_comes_no_more() -> None:
+    waits: Any = watch(longest_wait=0.0)
+    with pytest.raises(RankDisagreementError, match=r"has not come within 0 s, the process group's timeout"):
+        waits.wait(Never(), nothing)
 
 
 def test_a_device_s_collective_is_waited_for_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,67 @@ def others_do_not_hear(engine: Any) -> None:
     backward(engine, Micro(ALL, 0))
 
 
+def one_fails_in_its_step(engine: Any) -> None:
+    """The user's optimizer raises; the other rank gathers the weights of both."""
+    request(engine, 1, "first")
+    step(engine)
+    request(engine, 1, "second")
+    if rank() == 1:
+        engine.optimizer.optimizer.step = _fails
+    step(engine)
+
+
+def _fails(*args: Any, **kwargs: Any) -> None:
+    raise OSError("the disk is gone")
+
+
+def all_fail_in_their_step(engine: Any) -> None:
+    request(engine, 1, "first")
+    engine.optimizer.optimizer.step = _fails
+    step(engine)
+
+
+def crossed_engines(engine: Any) -> None:
+    """Two engines, which the ranks use in another order."""
+    second = build(Setup())
+    engines = [engine, second]
+    for each in engines:
+        request(each, 1, "even")
+        step(each)
+    try:
+        for each in engines if rank() == 0 else reversed(engines):
+            request(each, 1, "crossed")
+    finally:
+        second.destroy()
+
+
+def slow_engines() -> int:
+    """Updates of an engine beside another, which is destroyed first, where one of the ranks is slow."""
+    engine, second = build(Setup()), build(Setup())
+    for name in ("a", "b"):
+        for each in (engine, second):
+            time.sleep(1.0 if rank() == 1 else 0.0)
+            request(each, 1, name)
+            step(each)
+    second.destroy()
+    time.sleep(1.0 if rank() == 1 else 0.0)
+    request(engine, 1, "c")
+    step(engine)
+    applied = engine.applied_updates
+    engine.destroy()
+    return int(applied)
+
+
+def timeouts() -> list[float]:
+    """Of the process group that the user has made, and of the engine's waits, in seconds."""
+    import torch.distributed as dist
+
+    engine = build(Setup())
+    given = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    engine.destroy()
+    return [given, engine.agreement._watch._longest_wait]
+
+
 def one_leaves_out(engine: Any) -> None:
     engine.begin_request("a", micro_batches=1, window_end=True)
     if rank() == 1:

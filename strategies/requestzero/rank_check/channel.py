@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,11 @@ import torch
 import torch.distributed as dist
 
 from requestzero.rank_check.intent import NUMBERS, Intent
+
+# The watch ends a wait before the group does: its message says more.
+_LATER = timedelta(minutes=1)
+_engines: Counter[str] = Counter()
+"""Channels that were built so far, by :attr:`Channel.ranks`."""
 
 
 class Round:
@@ -45,9 +53,17 @@ class Channel:
         ranks = dist.get_process_group_ranks(group)
         # Ranks outside the group may know nothing of it, and then cannot take part in making another.
         part = len(ranks) < dist.get_world_size()
-        self._group: dist.ProcessGroup | None = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
+        self.timeout = _timeout_of(dist.distributed_c10d._get_default_group())
+        """That of the process group that the user has made; a new group gets PyTorch's default instead."""
+        self._group: dist.ProcessGroup | None = dist.new_group(
+            ranks, timeout=self.timeout + _LATER, backend="gloo", use_local_synchronization=part
+        )
         self.rank, self.world_size = dist.get_rank(self._group), len(ranks)
-        self.name = f"requestzero/{ranks[0]}/{self._group.group_name}"
+        self.ranks = f"requestzero/ranks/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+        """Name of the ranks, the same for all engines that share them."""
+        _engines[self.ranks] += 1
+        self.name = f"{self.ranks}/{self._group.group_name}/engine {_engines[self.ranks]}"
+        """Name of the engine, the same on all ranks, which build their engines in the same order."""
         self._buffer = torch.zeros(2 * NUMBERS, dtype=torch.int64)
         self._bounds = self._buffer.numpy()
         # A rank that left at once would end connections that another is still making.
@@ -71,3 +87,10 @@ class Channel:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():  # else it has ended with all groups
             dist.destroy_process_group(group)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long collectives of ``group`` wait for another rank."""
+    backend: Any = group._get_backend(group._device_types[0])
+    timeout: timedelta = backend.options._timeout
+    return timeout

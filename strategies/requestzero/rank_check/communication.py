@@ -10,6 +10,21 @@ from deepspeed import comm as dist
 from requestzero.rank_check.agreement import RankAgreement
 
 
+class WatchedWork:
+    """A collective under way."""
+
+    def __init__(self, work: Any, agreement: RankAgreement) -> None:
+        self._work, self._agreement = work, agreement
+
+    def wait(self) -> None:
+        """Wait for it.
+
+        Raises:
+            RankDisagreementError: on all ranks, if they wait for different things.
+        """
+        self._agreement.wait(self._work)
+
+
 class WatchedCommunication:
     """``deepspeed.comm`` with watched reductions of CPU tensors, for one optimizer.
 
@@ -46,6 +61,17 @@ class WatchedCommunication:
     def broadcast(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run ``deepspeed.comm.broadcast`` (collective)."""
         return self._run(dist.broadcast, tensor, *args, **kwargs)
+
+    def all_gather_into_tensor(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run ``deepspeed.comm.all_gather_into_tensor`` (collective); with ``async_op`` its wait is watched."""
+        work = self._run(dist.all_gather_into_tensor, output, *args, **kwargs)
+        return work if work is None or output.device.type != "cpu" else WatchedWork(work, self._agreement)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Run ``deepspeed.comm.barrier`` (collective)."""
+        work = dist.barrier(*args, **(kwargs | {"async_op": True}))
+        if work is not None:  # a rank outside the group has none
+            self._agreement.wait(work)
 
     def reduce_scatter_fn(
         self, output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, **kwargs: Any

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,52 +16,61 @@ from requestzero.rank_check.rank_report import RankReport
 class Mailbox:
     """Reports of ranks that wait, and the result: the text of the error that all ranks raise, set once.
 
-    Nothing is read or written while no rank waits for more than a second.
+    Nothing is read or written while no rank waits for more than a second. Reports are shared by all engines of the same
+    ranks: a rank waits in one of them at a time. Every engine has a result of its own.
 
     Args:
-        name: prefix of the keys in the store, the same on all ranks of the group.
+        name: of the engine, the same on all ranks of the group: prefix of its keys in the store.
+        ranks: name of the group's ranks, the same for all their engines: prefix of what these share.
         rank: of this process in the group.
         world_size: ranks of the group.
     """
 
-    def __init__(self, name: str, rank: int, world_size: int) -> None:
-        self._store = dist.PrefixStore(name, _get_default_store())
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, name: str, ranks: str, rank: int, world_size: int) -> None:
+        self._name, self._rank, self._world_size = name, rank, world_size
+        self._store, self._shared = _prefixed(name), _prefixed(ranks)
         self._published = self._acknowledged = False
 
     def publish(self, report: RankReport) -> None:
         """Publish what this rank waits for."""
-        self._store.set(f"report/{self._rank}", report.dump())
+        self._shared.set(f"report/{self._rank}", replace(report, engine=self._name).dump())
         if not self._published:
             self._published = True
-            self._store.add("waiting", 1)
+            self._shared.add("waiting", 1)
 
     def withdraw(self) -> None:
         """Withdraw the report: this rank waits no more."""
-        self._store.set(f"report/{self._rank}", "")
         if self._published:
+            self._shared.set(f"report/{self._rank}", "")
             self._published = False
-            self._store.add("waiting", -1)
+            self._shared.add("waiting", -1)
+
+    def leave(self, report: RankReport) -> None:
+        """Publish for good why this rank will wait in this engine no more."""
+        self._store.set(f"left/{self._rank}", replace(report, engine=self._name).dump())
+        if not self._acknowledged:
+            self._store.add("left", 1)
 
     def all_wait(self) -> bool:
-        """Return true if every rank has published a report."""
-        return bool(self._store.add("waiting", 0) == self._world_size)
+        """Return true if every rank may have published a report, here or in another engine; :meth:`reports` says it."""
+        return bool(self._shared.add("waiting", 0) + self._store.add("left", 0) >= self._world_size)
 
     def reports(self) -> list[RankReport | None]:
         """Return the reports of all ranks, by rank; ``None`` for those that do not wait."""
         return [self._report(rank) for rank in range(self._world_size)]
 
     def _report(self, rank: int) -> RankReport | None:
-        key = f"report/{rank}"
-        text = self._store.get(key).decode() if self._store.check([key]) else ""
+        text = _read(self._shared, f"report/{rank}") or _read(self._store, f"left/{rank}")
         return RankReport.parse(text) if text else None
 
     def result(self) -> str | None:
         """Return the result, if a rank has set it."""
-        return self._store.get("result").decode() if self._store.check(["result"]) else None
+        return _read(self._store, "result") or None
 
-    def set_result(self, text: str) -> str:
-        """Set the result unless another rank has set it; return the one that holds."""
+    def set_result(self, text: str, engines: Iterable[str] = ()) -> str:
+        """Set the result, of other ``engines`` too, unless a rank has set it; return the one that holds here."""
+        for name in set(engines) - {self._name}:
+            _prefixed(name).compare_set("result", "", text)
         return bytes(self._store.compare_set("result", "", text)).decode()
 
     def wait_for_result(self, seconds: float) -> str | None:
@@ -69,12 +81,26 @@ class Mailbox:
             return None
         return self.result()
 
-    def acknowledge(self) -> None:
-        """Note that this rank has the result, or needs none."""
+    def acknowledge(self, result: str) -> None:
+        """Note that this rank has the result."""
         if not self._acknowledged:
             self._acknowledged = True
-            self._store.add("acknowledged", 1)
+            self._shared.add(_acknowledgements(result), 1)
 
-    def all_acknowledged(self) -> bool:
-        """Return true if no rank needs the store any more."""
-        return bool(self._store.add("acknowledged", 0) >= self._world_size)
+    def all_acknowledged(self, result: str) -> bool:
+        """Return true if no rank needs the store any more: it has the result, or has left."""
+        left = self._store.add("left", 0)
+        return bool(self._shared.add(_acknowledgements(result), 0) + left >= self._world_size)
+
+
+def _prefixed(name: str) -> dist.Store:
+    return dist.PrefixStore(name, _get_default_store())
+
+
+def _read(store: dist.Store, key: str) -> str:
+    """Return the value of ``key``, empty where nobody has set it."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _acknowledgements(result: str) -> str:
+    return f"acknowledged/{hashlib.blake2b(result.encode(), digest_size=8).hexdigest()}"

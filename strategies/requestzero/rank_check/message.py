@@ -16,6 +16,7 @@ PARAMETERS_HINT = (
     "Where parameters take part on some ranks only (adapters, experts, conditional branches), set "
     "rank_dependent_parameters=true; at stage 3 make their module a leaf module (zero_optimization.leaf_module)."
 )
+ENGINES_HINT = "All data-parallel ranks have to use their engines in the same order."
 _NAMES_SHOWN = 5
 
 
@@ -33,7 +34,7 @@ def compose(reports: Sequence[RankReport | None], head: str | None = None) -> st
     lines = [f"  {_ranks([r for r, t in enumerate(texts) if t == text])}: {text}" for text in dict.fromkeys(texts)]
     if head is not None:
         return "\n".join([head, *lines])
-    hint = PARAMETERS_HINT if _orders_differ(sent) else HINT
+    hint = ENGINES_HINT if _engines_differ(sent) else PARAMETERS_HINT if _orders_differ(sent) else HINT
     return "\n".join(["The data-parallel ranks disagree about what comes next:", *lines, hint])
 
 
@@ -41,7 +42,16 @@ def _text(report: RankReport | None, sent: list[RankReport]) -> str:
     if report is None:
         return "has not said (it computes, or has ended)"
     difference = _difference(report, sent) if _orders_differ(sent) else ""
-    return report.text + difference + _window(report, sent)
+    return report.text + difference + _window(report, sent) + _engine(report, sent)
+
+
+def _engine(report: RankReport, sent: list[RankReport]) -> str:
+    """Return the name of the report's engine, where the ranks use several."""
+    return "" if not _engines_differ(sent) else f" ({report.engine.rpartition('/')[2]} of these ranks)"
+
+
+def _engines_differ(sent: list[RankReport]) -> bool:
+    return len({report.engine for report in sent}) > 1
 
 
 def _window(report: RankReport, sent: list[RankReport]) -> str:

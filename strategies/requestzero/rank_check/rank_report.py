@@ -18,6 +18,8 @@ class RankReport:
     """Names of the parameters whose gradients this backward has reduced so far, in order."""
     window: int = 0
     """Micro-batches of the open update window."""
+    engine: str = ""
+    """Name of the engine whose check waits, the same on all ranks."""
 
     @classmethod
     def of(cls, intent: Intent, parameters: list[str] | None = None) -> RankReport:

@@ -40,10 +40,11 @@ class Watch:
     Args:
         mailbox: of the group's ranks.
         rank: of this process in the group.
+        longest_wait: seconds after which a rank that has not come is given up: it may have been stopped.
     """
 
-    def __init__(self, mailbox: Mailbox, rank: int) -> None:
-        self._mailbox, self._rank = mailbox, rank
+    def __init__(self, mailbox: Mailbox, rank: int, longest_wait: float = float("inf")) -> None:
+        self._mailbox, self._rank, self._longest_wait = mailbox, rank, longest_wait
         self.error: RankDisagreementError | None = None
         """The error that was raised, once the ranks have disagreed."""
 
@@ -59,7 +60,8 @@ class Watch:
             at_once: publish before waiting.
 
         Raises:
-            RankDisagreementError: the ranks wait for different things, or one of them cannot go on or is lost.
+            RankDisagreementError: the ranks wait for different things, or one of them cannot go on, is lost, or has not
+                come within the longest wait.
         """
         published: list[RankReport] = []
         seen: list[RankReport | None] = []
@@ -69,8 +71,11 @@ class Watch:
         for poll in count(1):
             if self._completed(work):
                 break
-            if time.monotonic() - start > limit:
+            waited = time.monotonic() - start
+            if waited > limit:
                 return False
+            if waited > self._longest_wait:
+                self._give_others_up()
             seen = self._poll(describe, published, seen, compares=self._rank == 0 or poll % _POLLS_OF_OTHERS == 0)
         if published:
             self._mailbox.withdraw()
@@ -112,8 +117,10 @@ class Watch:
             if not compares and result is None:
                 return before
             reports = self._mailbox.reports() if result is None and self._mailbox.all_wait() else []
-            if len({str(report and report.place) for report in reports}) > 1 and reports == before:
-                result = self._mailbox.set_result(compose(reports))
+            sent = [report for report in reports if report is not None]
+            all_wait = bool(reports) and len(sent) == len(reports)
+            if all_wait and len({str((each.engine, each.place)) for each in sent}) > 1 and reports == before:
+                result = self._mailbox.set_result(compose(reports), {each.engine for each in sent})
         except RuntimeError as error:
             self._connection_lost(error)
         if result is not None:
@@ -138,8 +145,7 @@ class Watch:
     def leave(self, report: RankReport) -> None:
         """Publish for good why this rank will come to nothing that others wait for."""
         with suppress(RuntimeError):  # the store has ended with its process
-            self._mailbox.publish(report)
-            self._mailbox.acknowledge()
+            self._mailbox.leave(report)
 
     def raise_result(
         self, result: str, cause: BaseException | None = None, grace_period: float = _GRACE_PERIOD
@@ -148,15 +154,21 @@ class Watch:
         self.error = RankDisagreementError(result)
         deadline = time.monotonic() + grace_period
         with suppress(RuntimeError):  # the store has ended: the others have the result, or cannot get it any more
-            self._mailbox.acknowledge()
-            while not self._mailbox.all_acknowledged() and time.monotonic() < deadline:
+            self._mailbox.acknowledge(result)
+            while not self._mailbox.all_acknowledged(result) and time.monotonic() < deadline:
                 time.sleep(0.05)
+            self._mailbox.withdraw()
         if cause is None:
             raise self.error
         raise self.error from cause
 
     def _set_result(self, head: str | None = None) -> str:
         return self._mailbox.set_result(compose(self._mailbox.reports(), head))
+
+    def _give_others_up(self) -> NoReturn:
+        """Raise although nothing is known of the ranks that have not come."""
+        head = f"A data-parallel rank has not come within {self._longest_wait:g} s, the process group's timeout:"
+        self.raise_result(self._set_result(head), grace_period=2.0)
 
     def _connection_lost(self, error: RuntimeError) -> NoReturn:
         """Raise for a broken connection, with the reason if another rank has reported one."""

@@ -97,6 +97,14 @@ def all_gather_into_tensor(
     log_name: str = "all_gather_into_tensor",
     debug: Any = ...,
 ) -> Any: ...
+def barrier(
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    prof: bool = False,
+    log_name: str = "barrier",
+    debug: Any = ...,
+) -> Any: ...
 def all_gather_object(
     object_list: list[Any],
     obj: Any,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from requestzero.rank_check.interface import Agreement
 from requestzero.rank_check.mailbox import Mailbox
 from requestzero.rank_check.watch import Watch
 from requestzero.zero.common.window import UpdateWindow
+from requestzero.zero.patch import patched
 
 
 class Ranks:
@@ -48,9 +51,18 @@ class Ranks:
         if self.size == 1:
             return
         channel = Channel(self.group)
-        watch = Watch(Mailbox(channel.name, channel.rank, channel.world_size), channel.rank)
+        mailbox = Mailbox(channel.name, channel.ranks, channel.rank, channel.world_size)
+        watch = Watch(mailbox, channel.rank, channel.timeout.total_seconds())
         agreement = RankAgreement(channel, watch, window, name_of, equal_micro_batches)
         self.agreement, self.comm = agreement, WatchedCommunication(agreement)
+
+    @contextmanager
+    def watching(self, *modules: ModuleType) -> Iterator[None]:
+        """Let the collectives that DeepSpeed's ``modules`` start in the block be waited for under watch, on the CPU."""
+        with ExitStack() as stack:
+            for module in modules if self.agreement.active else ():
+                stack.enter_context(patched(module, "dist", self.comm))
+            yield
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` in place over data-parallel ranks, then over model-parallel ones. Collective."""

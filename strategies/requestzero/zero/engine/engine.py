@@ -262,7 +262,8 @@ class RequestZeROEngine(CheckpointingEngine):
             self._skip_empty_window()
             return
         try:
-            super().step(lr_kwargs)
+            with self.failing_together():
+                super().step(lr_kwargs)
         finally:
             self._running_engine_step = False  # a step that raised is over: without it backwards would end requests
         self._record_update(window, scale)

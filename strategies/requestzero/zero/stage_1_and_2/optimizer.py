@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import utils as runtime_utils
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from typing_extensions import override
@@ -244,7 +246,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         if life_cycle.needs_step(self):
             self.written.adopt()
             self.reduce_pending()
-            with life_cycle.applying(self):
+            with life_cycle.applying(self), self.ranks.watching(runtime_utils, stage_1_and_2):
                 self._expose_sums()
                 self.apply_sums(closure)
                 self._follow_masters()

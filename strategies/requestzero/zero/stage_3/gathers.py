@@ -16,26 +16,12 @@ from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from requestzero.rank_check.agreement import RankAgreement
+from requestzero.rank_check.communication import WatchedWork
 from requestzero.zero.common.ranks import Ranks
 from requestzero.zero.common.streams import has_streams
 from requestzero.zero.patch import patched
 
 _GATHER = "_dist_allgather_fn"
-
-
-class WatchedWork:
-    """A collective under way."""
-
-    def __init__(self, work: Any, agreement: RankAgreement) -> None:
-        self._work, self._agreement = work, agreement
-
-    def wait(self) -> None:
-        """Wait for it.
-
-        Raises:
-            RankDisagreementError: on all ranks, if they wait for different things.
-        """
-        self._agreement.wait(self._work)
 
 
 def watch_gathers(optimizer: DeepSpeedZeroOptimizer_Stage3, ranks: Ranks) -> None:
