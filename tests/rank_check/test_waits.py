@@ -44,7 +44,7 @@ def watch(longest_wait: float = float("inf")) -> Watch:
         set_result=lambda text: text,
         acknowledge=lambda result: None,
         all_acknowledged=lambda result: True,
-        withdraw=lambda: None,
+        retire=lambda: None,
     )
     return Watch(mailbox, 0, longest_wait)
 

@@ -29,26 +29,41 @@ class Mailbox:
     def __init__(self, name: str, ranks: str, rank: int, world_size: int) -> None:
         self._name, self._rank, self._world_size = name, rank, world_size
         self._store, self._shared = _prefixed(name), _prefixed(ranks)
-        self._published = self._acknowledged = False
+        self._published: RankReport | None = None
+        self._acknowledged = self._left = False
 
     def publish(self, report: RankReport) -> None:
         """Publish what this rank waits for."""
-        self._shared.set(f"report/{self._rank}", replace(report, engine=self._name).dump())
-        if not self._published:
-            self._published = True
+        report = replace(report, engine=self._name)
+        self._shared.set(f"report/{self._rank}", report.dump())
+        if self._published is None:
             self._shared.add("waiting", 1)
+        self._published = report
 
     def withdraw(self) -> None:
         """Withdraw the report: this rank waits no more."""
-        if self._published:
+        if self._published is not None:
+            self._published = None
             self._shared.set(f"report/{self._rank}", "")
-            self._published = False
             self._shared.add("waiting", -1)
 
+    def retire(self) -> None:
+        """Keep the report for this engine alone, and for good: it has ended in an error, and others go on."""
+        if self._published is not None:
+            self._keep(self._published)
+            self.withdraw()
+
     def leave(self, report: RankReport) -> None:
-        """Publish for good why this rank will wait in this engine no more."""
-        self._store.set(f"left/{self._rank}", replace(report, engine=self._name).dump())
+        """Publish for good why this rank will wait in this engine no more, nor for its result."""
+        self._keep(replace(report, engine=self._name))
         if not self._acknowledged:
+            self._acknowledged = True
+            self._store.add("needs no result", 1)
+
+    def _keep(self, report: RankReport) -> None:
+        self._store.set(f"left/{self._rank}", report.dump())
+        if not self._left:
+            self._left = True
             self._store.add("left", 1)
 
     def all_wait(self) -> bool:
@@ -88,9 +103,9 @@ class Mailbox:
             self._shared.add(_acknowledgements(result), 1)
 
     def all_acknowledged(self, result: str) -> bool:
-        """Return true if no rank needs the store any more: it has the result, or has left."""
-        left = self._store.add("left", 0)
-        return bool(self._shared.add(_acknowledgements(result), 0) + left >= self._world_size)
+        """Return true if no rank needs the store any more."""
+        others = self._store.add("needs no result", 0)
+        return bool(self._shared.add(_acknowledgements(result), 0) + others >= self._world_size)
 
 
 def _prefixed(name: str) -> dist.Store:

@@ -157,7 +157,7 @@ class Watch:
             self._mailbox.acknowledge(result)
             while not self._mailbox.all_acknowledged(result) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            self._mailbox.withdraw()
+            self._mailbox.retire()
         if cause is None:
             raise self.error
         raise self.error from cause

@@ -1,0 +1,93 @@
+"""A fault, and where it is injected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+RANKS = 2
+UPDATES = 4
+"""Updates of a whole run; a checkpoint is saved after each."""
+
+
+class FrontEnd(Enum):
+    """What the training loop is written for."""
+
+    ENGINE = "engine"
+    LIGHTNING = "Lightning"
+    ACCELERATE = "Accelerate"
+
+
+class Point(Enum):
+    """The place of a training at which a fault is injected, on one rank."""
+
+    LOADER = "loader"
+    """While the next micro-batch, or request, is made."""
+    FORWARD = "forward"
+    """In the model's forward; with Lightning in ``training_step``."""
+    VOTE = "before the agreement"
+    """Before the rank announces its request to the others."""
+    BACKWARD = "inside backward"
+    """In a node of the graph, between the gradients of two layers."""
+    BOUNDARY = "at a boundary"
+    """Where the end of a request is marked."""
+    STEP = "in step"
+    """In the user's optimizer, before it has changed this rank's partition."""
+    SAVE = "in a save"
+    """While this rank writes its first file of a checkpoint."""
+    LOAD = "in a load"
+    """While this rank reads its first file of a checkpoint."""
+
+
+class Fault(Enum):
+    """What happens there."""
+
+    RAISE = "raises"
+    NONE = "returns None"
+    """Without doing what belongs to the point: no inputs, no loss, no announcement, no gradient, no mark, no
+    ``engine.step``, ``save_checkpoint`` or ``load_checkpoint`` on this rank."""
+    SLEEP = "sleeps"
+    KILL = "kill -9"
+    TERM = "SIGTERM"
+    STOP = "SIGSTOP"
+    DISK_FULL = "disk full"
+    """From here on every file that this rank writes ends in ENOSPC, half written."""
+    CUT = "cuts a checkpoint file"
+    """To half its size, in the newest checkpoint; then the process is killed, or, in a load, reads it."""
+    CHANGED = "changes a checkpoint file"
+    """By one bit within its tensors; then likewise."""
+
+
+DAMAGES = (Fault.CUT, Fault.CHANGED)
+ENDS_PROCESS = (Fault.KILL, Fault.TERM, Fault.STOP)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One fault in one training."""
+
+    front_end: FrontEnd
+    point: Point
+    fault: Fault
+    stage: int
+    """Of ZeRO."""
+    rank: int
+    """The one that meets the fault."""
+    update: int
+    """Updates that are done when it does: at least 2, so that there are checkpoints."""
+
+    @property
+    def damages(self) -> bool:
+        """True if it damages a checkpoint."""
+        return self.fault in DAMAGES
+
+    @property
+    def ends_process(self) -> bool:
+        """True if the rank cannot say anything any more."""
+        return self.fault in ENDS_PROCESS or (self.damages and self.point is not Point.LOAD)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.front_end.value}, ZeRO {self.stage}: {self.point.value}, {self.fault.value}, "
+            f"rank {self.rank}, after update {self.update}"
+        )

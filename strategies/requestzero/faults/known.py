@@ -1,0 +1,30 @@
+"""Combinations that are known not to hold, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from requestzero.faults.combination import Combination, Fault, FrontEnd, Point
+
+
+@dataclass(frozen=True)
+class Known:
+    """Combinations that do not hold for one reason."""
+
+    points: Collection[Point]
+    faults: Collection[Fault]
+    front_ends: Collection[FrontEnd]
+    reason: str
+
+
+KNOWN: tuple[Known, ...] = ()
+
+
+def reason(combination: Combination) -> str | None:
+    """Return why a combination is known not to hold; ``None`` where it has to."""
+    for known in KNOWN:
+        of_kind = combination.point in known.points and combination.fault in known.faults
+        if of_kind and combination.front_end in known.front_ends:
+            return known.reason
+    return None

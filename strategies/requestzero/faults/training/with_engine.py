@@ -1,0 +1,48 @@
+"""The training as a loop over an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from requestzero.faults.combination import Point
+from requestzero.faults.training.job import Job, Rank
+from requestzero.faults.training.parts import Model, make_loader, make_optimizer, watch_engine, watch_files
+
+
+def train(job: Job, rank: Rank) -> None:
+    """Train until ``job.until``, from the start or from a checkpoint."""
+    import requestzero
+
+    watch_files(rank.injector)
+    model = Model(rank.injector)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": job.stage}}
+    optimizer = make_optimizer(model, rank.injector)
+    engine = requestzero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    watch_engine(rank.injector, engine, "set_gradient_accumulation_boundary")
+    loader = make_loader(rank.injector)
+    if job.checkpoint is not None:
+        loaded = engine.load_checkpoint(str(job.folder), tag=job.checkpoint.name)
+        if loaded is not None:
+            loader.load_state_dict(loaded[1]["loader"])
+    rank.journal.engine = engine
+    rank.journal.started(engine.applied_updates)
+    with engine.data_pass():
+        _loop(job, rank, engine, loader)
+
+
+def _loop(job: Job, rank: Rank, engine: Any, loader: Any) -> None:
+    forward = rank.injector.at(Point.FORWARD, engine)
+    for batch in loader:
+        if not engine.update_window.request_open:
+            engine.begin_request(batch.request_id, micro_batches=batch.micro_batches, window_end=batch.window_end)
+        engine.set_gradient_accumulation_boundary(batch.request_end)
+        engine.backward(forward(batch.inputs))
+        if not batch.window_end:
+            continue
+        engine.step(normalization="mean")
+        rank.journal.updated(engine)
+        saved = engine.save_checkpoint(str(job.folder), client_state={"loader": loader.state_dict()})
+        if saved:
+            rank.journal.saved()
+        if engine.applied_updates == job.until:
+            return
