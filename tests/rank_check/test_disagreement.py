@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +129,18 @@ def test_an_optimizer_that_raises_on_one_rank(two_fresh_ranks: RankGroup, setup:
 def test_an_optimizer_that_raises_on_all_ranks(two_ranks: RankGroup) -> None:
     outcomes = two_ranks.run(outcome, scenarios.all_fail_in_their_step)
     assert [(each.error, each.text) for each in outcomes] == [("OSError", "the disk is gone")] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_that_one_rank_cannot_write(two_fresh_ranks: RankGroup, stage: int, tmp_path: Path) -> None:
+    setup, scenario = Setup(stage=stage), scenarios.one_fails_in_its_save
+    outcomes = two_fresh_ranks.run(outcome, scenario, str(tmp_path), setup=setup, timeout=60.0)
+    assert_all_raise(outcomes, "rank 0: saves a checkpoint", "rank 1: failed .*OSError: the disk is gone")
+
+
+def test_a_checkpoint_that_one_rank_cannot_read(two_fresh_ranks: RankGroup, tmp_path: Path) -> None:
+    outcomes = two_fresh_ranks.run(outcome, scenarios.one_fails_in_its_load, str(tmp_path), timeout=60.0)
+    assert_all_raise(outcomes, "rank 1: failed .*OSError: the disk is gone")
 
 
 def test_engines_in_crossed_order(two_fresh_ranks: RankGroup) -> None:

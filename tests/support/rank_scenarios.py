@@ -176,6 +176,26 @@ def all_fail_in_their_step(engine: Any) -> None:
     step(engine)
 
 
+def one_fails_in_its_save(engine: Any, folder: str) -> None:
+    """Its part of a checkpoint does not fit on the disk; the other rank waits in DeepSpeed's barrier."""
+    request(engine, 1, "first")
+    step(engine)
+    if rank() == 1:
+        engine.checkpoint_engine.save = _fails
+    engine.save_checkpoint(folder)
+
+
+def one_fails_in_its_load(engine: Any, folder: str) -> None:
+    """Its file is damaged; the other rank trains on."""
+    request(engine, 1, "first")
+    step(engine)
+    engine.save_checkpoint(folder)
+    if rank() == 1:
+        engine.checkpoint_engine.load = _fails
+    engine.load_checkpoint(folder)
+    request(engine, 1, "second")
+
+
 def crossed_engines(engine: Any) -> None:
     """Two engines, which the ranks use in another order."""
     second = build(Setup())

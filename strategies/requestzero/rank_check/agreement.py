@@ -160,6 +160,7 @@ class RankAgreement(Agreement):
     def before_checkpoint(self, action: str) -> None:
         text = f"{action} a checkpoint after {self._progress}"
         self._agree(self._progress.intent(Kind.CHECKPOINT, text, action))
+        self._reducing, self._waiting_for = False, lambda: self._progress.intent(Kind.FILES, text)
 
     @override
     def before_collective(self, name: str) -> None:

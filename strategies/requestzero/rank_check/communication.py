@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
 from requestzero.rank_check.agreement import RankAgreement
 
@@ -70,8 +71,13 @@ class WatchedCommunication:
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Run ``deepspeed.comm.barrier`` (collective)."""
         work = dist.barrier(*args, **(kwargs | {"async_op": True}))
-        if work is not None:  # a rank outside the group has none
+        if work is None:  # a rank outside the group has none
+            return
+        if torch.distributed.get_backend(args[0] if args else kwargs.get("group")) == "gloo":
             self._agreement.wait(work)
+        else:
+            work.wait()  # of the device's stream; with a timeout, NCCL aborts its communicator when that is over
+            self._agreement.wait_for_device(torch.device(get_accelerator().device_name()))
 
     def reduce_scatter_fn(
         self, output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, **kwargs: Any

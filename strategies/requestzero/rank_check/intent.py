@@ -46,6 +46,8 @@ class Kind(IntEnum):
     """Waits in such a forward (only reported)."""
     COLLECTIVE = 18
     """Waits in a collective of the training loop's."""
+    FILES = 19
+    """Waits within a save or a load (only reported)."""
 
 
 NUMBERS = 5

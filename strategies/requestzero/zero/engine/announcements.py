@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from deepspeed.runtime import engine as deepspeed_engine
 
 from requestzero.zero.engine.counters import CountingEngine
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class AnnouncingEngine(CountingEngine):
@@ -79,6 +86,12 @@ class AnnouncingEngine(CountingEngine):
             raise
 
     @contextmanager
+    def watching_together(self) -> Iterator[None]:
+        """Also let DeepSpeed's engine wait under watch in the block: a rank that has failed comes to no barrier."""
+        with self.failing_together(), self.optimizer.ranks.watching(deepspeed_engine):
+            yield
+
+    @contextmanager
     def data_pass(self) -> Iterator[None]:
         """Enclose a pass over this rank's data, such as an epoch (its end is collective).
 
@@ -99,3 +112,14 @@ class AnnouncingEngine(CountingEngine):
             RankDisagreementError: another rank does something else.
         """
         self.agreement.before_step(bool(self.optimizer.compute_grad_norm))
+
+
+def together(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Let the ranks fail together in a method of an engine, as in :meth:`AnnouncingEngine.watching_together`."""
+
+    @wraps(method)
+    def call(self: AnnouncingEngine, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.watching_together():
+            return method(self, *args, **kwargs)
+
+    return call
