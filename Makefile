@@ -15,7 +15,7 @@ BIN := .venv/bin
 RUN = PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m
 STAMP := .venv/installed
 
-.PHONY: demo doctor probe test test-fast lint format typecheck wheel docs figure setup clean help
+.PHONY: demo doctor probe test faults test-fast lint format typecheck wheel docs figure setup clean help
 
 help:  ## what the targets do
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1: /'
@@ -43,6 +43,9 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(RUN) pytest $(ARGS)
 endif
+
+faults: $(STAMP)  ## inject 500 faults into trainings of two ranks: make faults ARGS="--count 50 --seed 1"
+	$(RUN) requestzero.faults $(ARGS)
 
 test-fast: $(STAMP)  ## a few quick tests of every file: minutes, for the inner loop
 	$(RUN) pytest $(SIDE_BY_SIDE) --fast $(ARGS)

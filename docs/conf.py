@@ -26,7 +26,7 @@ extensions = [
     "timeline",
     "flow",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "**/_*.md"]  # parts of other pages
 
 # Links to headings ([text](page.md#heading)) are checked by the build, which fails on every warning.
 myst_enable_extensions = ["colon_fence", "deflist"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,6 +38,9 @@ def nothing() -> RankReport:
     raise AssertionError("nothing has to be published")
 
 
+withdrawn: list[bool] = []
+
+
 def watch(longest_wait: float = float("inf")) -> Watch:
     mailbox: Any = SimpleNamespace(
         wait_for_result=lambda seconds: None,
@@ -45,6 +49,7 @@ def watch(longest_wait: float = float("inf")) -> Watch:
         acknowledge=lambda result: None,
         all_acknowledged=lambda result: True,
         retire=lambda: None,
+        withdraw=lambda: withdrawn.append(True),
     )
     return Watch(mailbox, 0, longest_wait)
 
@@ -73,6 +78,13 @@ def test_a_rank_that_comes_no_more() -> None:
     waits: Any = watch(longest_wait=0.0)
     with pytest.raises(RankDisagreementError, match=r"has not come within 0 s, the process group's timeout"):
         waits.wait(Never(), nothing)
+
+
+def test_an_interrupted_wait_leaves_no_report() -> None:
+    work, before = Work(), len(withdrawn)
+    with patch.object(work, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        watch().wait(work, nothing)
+    assert len(withdrawn) == before + 1
 
 
 def test_a_device_s_collective_is_waited_for_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,14 @@ class Watch:
             RankDisagreementError: the ranks wait for different things, or one of them cannot go on, is lost, or has not
                 come within the longest wait.
         """
+        try:
+            return self._wait(work, describe, limit, at_once)
+        except BaseException:  # an interrupt too: no report may stay behind, which other engines would see
+            with suppress(RuntimeError):  # the store has ended with its process
+                self._mailbox.withdraw()
+            raise
+
+    def _wait(self, work: Work, describe: Callable[[], RankReport], limit: float, at_once: bool) -> bool:
         published: list[RankReport] = []
         seen: list[RankReport | None] = []
         start = time.monotonic()
