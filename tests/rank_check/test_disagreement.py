@@ -143,6 +143,12 @@ def test_a_checkpoint_that_one_rank_cannot_read(two_fresh_ranks: RankGroup, tmp_
     assert_all_raise(outcomes, "rank 1: failed .*OSError: the disk is gone")
 
 
+def test_a_checkpoint_with_a_changed_bit(two_fresh_ranks: RankGroup, tmp_path: Path) -> None:
+    """Which DeepSpeed and PyTorch would load."""
+    outcomes = two_fresh_ranks.run(outcome, scenarios.one_file_is_damaged, str(tmp_path), timeout=60.0)
+    assert_all_raise(outcomes, "failed .*ValueError: .*rank_1_.*optim_states.pt is damaged .the checksum of .*data")
+
+
 def test_engines_in_crossed_order(two_fresh_ranks: RankGroup) -> None:
     """The error is that of the engine in which a rank waits."""
     outcomes = two_fresh_ranks.run(outcome, scenarios.crossed_engines, timeout=60.0)

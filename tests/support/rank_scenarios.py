@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -192,6 +193,23 @@ def one_fails_in_its_load(engine: Any, folder: str) -> None:
     engine.save_checkpoint(folder)
     if rank() == 1:
         engine.checkpoint_engine.load = _fails
+    engine.load_checkpoint(folder)
+    request(engine, 1, "second")
+
+
+def one_file_is_damaged(engine: Any, folder: str) -> None:
+    """A bit of a weight, or of a moment, has changed since it was saved."""
+    import torch.distributed as dist
+
+    from requestzero.faults.combination import Fault
+    from requestzero.faults.damage import damage_newest
+
+    request(engine, 1, "first")
+    step(engine)
+    engine.save_checkpoint(folder)
+    if rank() == 0:
+        damage_newest(Path(folder), Fault.CHANGED, rank=1)
+    dist.barrier()
     engine.load_checkpoint(folder)
     request(engine, 1, "second")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import random
+import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from requestzero.faults.combination import Fault
 
@@ -24,21 +25,21 @@ def cut(path: Path) -> None:
 
 
 def change(path: Path) -> None:
-    """Change a bit within the longest run of bytes of a file that look like numbers: a tensor's."""
+    """Change a bit of the largest tensor in a file that ``torch.save`` has written."""
+    with zipfile.ZipFile(path) as archive:
+        tensor = max(
+            (each for each in archive.infolist() if "/data/" in each.filename), key=lambda each: each.file_size
+        )
     content = bytearray(path.read_bytes())
-    marker = content.rfind(b"/data/")  # the last tensor of the archive
-    place = marker + 200 + random.Random(path.name).randrange(16) if marker >= 0 else len(content) // 2
-    content[min(place, len(content) - 1)] ^= 1
+    # A local header has 30 bytes, of which the last four are the lengths of a name and of padding after it.
+    lengths = struct.unpack_from("<HH", content, tensor.header_offset + 26)
+    content[tensor.header_offset + 30 + sum(lengths) + tensor.file_size // 2] ^= 1
     path.write_bytes(content)
 
 
-def fill_disk(write: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.save`` as it is on a full disk: half of the file, and an error."""
-
-    def save(saved: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-        write(saved, file, *args, **kwargs)
-        if isinstance(file, str | os.PathLike):
-            cut(Path(file))
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-
-    return save
+def write_half(write: Callable[..., Any], saved: Any, file: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Call ``torch.save`` as it is on a full disk: half of the file, and an error."""
+    write(saved, file, *args, **kwargs)
+    if isinstance(file, str | os.PathLike):
+        cut(Path(file))
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))

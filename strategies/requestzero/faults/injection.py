@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from requestzero.faults.combination import DAMAGES, Combination, Fault, Point
-from requestzero.faults.damage import damage_newest, fill_disk
+from requestzero.faults.damage import damage_newest, write_half
 from requestzero.faults.journal import Journal
 
 _SLEEP = 2.0
@@ -35,6 +35,7 @@ class Injector:
     def __init__(self, combination: Combination | None, rank: int, folder: Path, journal: Journal) -> None:
         self._combination, self._rank, self._folder, self._journal = combination, rank, folder, journal
         self._done = combination is None or combination.rank != rank
+        self._disk_full = False
 
     def at(self, point: Point, function: Callable[..., Any], leave_out: bool = True) -> Callable[..., Any]:
         """Return ``function`` with the fault before it.
@@ -51,6 +52,8 @@ class Injector:
                 self._journal.injected()
                 if self._happens():
                     return None
+            if self._disk_full and point is Point.SAVE and not leave_out:
+                write_half(function, *args, **kwargs)
             return function(*args, **kwargs)
 
         return call
@@ -85,11 +88,5 @@ class Injector:
             damage_newest(self._folder, each.fault, self._rank)
             if each.ends_process:
                 os.kill(os.getpid(), signal.SIGKILL)
-        elif each.fault is Fault.DISK_FULL:
-            self._fill_disk()
+        self._disk_full = each.fault is Fault.DISK_FULL
         return each.fault is Fault.NONE
-
-    def _fill_disk(self) -> None:
-        import torch
-
-        torch.save = fill_disk(torch.save)

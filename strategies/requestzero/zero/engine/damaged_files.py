@@ -1,0 +1,41 @@
+"""Damaged files of a checkpoint, found before anything of it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from zipfile import BadZipFile, ZipFile, is_zipfile
+
+
+def check_files(load_dir: Path, tag: str | None, rank: int, ranks: int) -> None:
+    """Compare the checksums in this rank's share of the files that ``torch.save`` has written for a checkpoint.
+
+    PyTorch writes them and does not read them, so that a changed bit would be a changed weight. Files of another format,
+    or without an end, are left to what reads them.
+
+    Args:
+        load_dir: folder of checkpoints.
+        tag: name of one; ``None``: that in the file ``latest``.
+        rank: of this process among those that share the folder.
+        ranks: their number.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    latest = load_dir / "latest"
+    name = latest.read_text().strip() if tag is None and latest.is_file() else tag
+    files = [] if name is None else sorted((load_dir / str(name)).glob("*.pt"))
+    for file in files[rank::ranks]:
+        part = _damaged_part(file) if is_zipfile(file) else None
+        if part is not None:
+            raise ValueError(
+                f"{file} is damaged (the checksum of {part} differs): load an older checkpoint, as "
+                "load_checkpoint(folder, tag=...) does, or delete this one."
+            )
+
+
+def _damaged_part(file: Path) -> str | None:
+    try:
+        with ZipFile(file) as archive:
+            return archive.testzip()
+    except BadZipFile as error:
+        return str(error)
