@@ -9,8 +9,8 @@ from zipfile import BadZipFile, ZipFile, is_zipfile
 def check_files(load_dir: Path, tag: str | None, rank: int, ranks: int) -> None:
     """Compare the checksums in this rank's share of the files that ``torch.save`` has written for a checkpoint.
 
-    PyTorch writes them and does not read them, so that a changed bit would be a changed weight. Files of another format,
-    or without an end, are left to what reads them.
+    PyTorch writes them and does not read them, so that a changed bit would be a changed weight. Files of another
+    format, or without an end, are left to what reads them.
 
     Args:
         load_dir: folder of checkpoints.
