@@ -15,7 +15,7 @@ from requestzero.faults.combination import Fault
 
 def damage_newest(folder: Path, fault: Fault, rank: int) -> None:
     """Damage the file with this rank's optimizer state, in the checkpoint that was written last."""
-    files = sorted(folder.rglob(f"*dp_rank_{rank}_*optim_states.pt"), key=lambda path: path.stat().st_mtime_ns)
+    files = sorted(folder.rglob(f"*zero_pp_rank_{rank}_*optim_states.pt"), key=lambda path: path.stat().st_mtime_ns)
     (cut if fault is Fault.CUT else change)(files[-1])
 
 

@@ -16,8 +16,11 @@ def broken(combination: Combination, ends: list[End], reference: list[End]) -> I
         ends: of the ranks, in order.
         reference: of a training without it.
     """
-    if not ends[combination.rank].record.injected:
+    at_fault = ends[combination.rank]
+    if not at_fault.record.injected:
         yield "the fault did not happen"
+    elif combination.damages and combination.ends_process and at_fault.record.error is not None:
+        yield f"the fault did not happen as meant: {at_fault.record.error}"
     for number, end in enumerate(ends):
         if not end.by_itself and not (combination.fault is Fault.STOP and number == combination.rank):
             yield f"rank {number} did not end"
