@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import signal
 import time
 from typing import Any
 
@@ -101,6 +103,32 @@ def test_what_all_ranks_do(two_ranks: RankGroup) -> None:
         assert [error for error, _, _ in two_ranks.run(fit, Model, run)] == ["", ""]
     errors = [error for error, _, _ in two_ranks.run(fit, RaisesOnAll, PLAIN)]
     assert errors == [f"ValueError: no such token on rank {i}" for i in range(2)]
+
+
+class TerminatedAlone(Model):
+    """Rank 1 gets SIGTERM in its forward, while rank 0 comes to its reduction."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_terminated(run: Run) -> tuple[str, int]:
+    """The end of a fit on this rank, and its batches."""
+    trainer = build_trainer(dataclasses.replace(run, schedule=False), ListLogger(), [])
+    try:
+        trainer.fit(TerminatedAlone(run), Stream(run))
+    except SystemExit as end:
+        return f"{type(end).__name__} {end.code}", trainer.fit_loop.epoch_loop.batch_idx
+    return "trained", trainer.fit_loop.epoch_loop.batch_idx
+
+
+def test_sigterm_on_one_rank_ends_all_ranks_before_the_next_batch(two_fresh_ranks: RankGroup) -> None:
+    """Lightning's handler waits for rank 0, which waits for this rank."""
+    results = two_fresh_ranks.run(fit_terminated, PLAIN, timeout=60.0)
+    assert {end for end, _ in results} == {"SIGTERMException 143"}, results
+    assert len({batch for _, batch in results}) == 1
 
 
 class ActsAlone(Model):

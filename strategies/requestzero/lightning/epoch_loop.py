@@ -14,9 +14,6 @@ from typing_extensions import override
 
 from requestzero.lightning.window_driver import driver_of
 
-_SIGTERM, _REQUEUE = 1, 2
-"""Signals that rank 0 has received, in the number that it broadcasts before a batch."""
-
 
 class WindowEpochLoop(_TrainingEpochLoop):
     """Goes by update windows where Lightning's version goes by ``accumulate_grad_batches`` batches."""
@@ -37,10 +34,10 @@ class WindowEpochLoop(_TrainingEpochLoop):
 
     @override
     def _broadcast_sigterm_tensor(self) -> None:
-        """Broadcast in a wait that ends where the ranks are in different collectives.
+        """Tell each other of signals, in a wait that ends where the ranks are in different collectives.
 
-        Lightning's version, which comes before every batch, waits without end and swallows errors; it runs where there
-        has been a signal. SLURM's signal to requeue is served here too, as rank 0 has it.
+        Lightning's version, which comes before every batch, waits without end and swallows errors; it runs where a
+        rank has received SIGTERM. SLURM's signal to requeue is served here too, as rank 0 has it.
         """
         driver = driver_of(self.trainer)
         engine = driver.engine
@@ -48,17 +45,20 @@ class WindowEpochLoop(_TrainingEpochLoop):
             super()._broadcast_sigterm_tensor()
             return
         device = self.trainer.strategy.root_device
-        signals = _SIGTERM * bool(getattr(self.trainer, "received_sigterm", False)) + _REQUEUE * driver.requeue_is_due
-        received = torch.tensor([signals], device=device)
-        work = torch.distributed.broadcast(received, src=0, async_op=True)
+        sigterm = self.trainer.received_sigterm or (driver.sigterm is not None and driver.sigterm.pending)
+        requeue = driver.requeue_is_due and self.trainer.is_global_zero
+        received = torch.tensor([int(sigterm), int(requeue)], device=device)
+        work = torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX, async_op=True)
         if engine.agreement.active:
             engine.agreement.wait_for_batch(work, device)
         else:
             work.wait()
-        signals = int(received.item())
-        if signals & _REQUEUE:
+        any_sigterm, any_requeue = received.tolist()
+        if any_requeue:
             driver.serve_requeue()
-        if signals & _SIGTERM:
+        if any_sigterm:
+            if driver.sigterm is not None:
+                driver.sigterm.serve()
             super()._broadcast_sigterm_tensor()
 
     @override

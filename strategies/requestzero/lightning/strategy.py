@@ -35,6 +35,7 @@ from requestzero.lightning.options import check_options
 from requestzero.lightning.precision import RequestZeROPrecision
 from requestzero.lightning.read_outs import ReadableStrategy
 from requestzero.lightning.requeue import DeferredRequeue
+from requestzero.lightning.sigterm import NotedSigterm
 from requestzero.lightning.update_counts import UpdateCounts
 from requestzero.lightning.window_driver import WindowDriver
 from requestzero.zero.window_checkpoint.replacing import appearing
@@ -241,6 +242,7 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
             if self.settings.offload_optimizer:
                 clear_abandoned_lock()  # an optimizer of the module's may be DeepSpeedCPUAdam, which waits for it
             driver = self.window_driver
+            driver.sigterm = NotedSigterm(trainer._signal_connector) if trainer.world_size > 1 else None
             several = trainer.world_size > 1  # which get the signal at different moments, so that rank 0 decides
             driver.requeue = DeferredRequeue(
                 trainer._signal_connector, lambda: several or driver.in_batch or driver.inside_request
@@ -357,6 +359,8 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
         self._checkpointing.release()
         if self.window_driver.requeue is not None:
             self.window_driver.requeue.remove()
+        if self.window_driver.sigterm is not None:
+            self.window_driver.sigterm.remove()
         if self.lightning_module is not None:
             let_go(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         self._kept_counts = self._counts

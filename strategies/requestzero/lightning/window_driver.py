@@ -22,6 +22,7 @@ from requestzero.data.micro_batch import MicroBatch
 from requestzero.lightning.checks import check_scheduler_frequency
 from requestzero.lightning.current_batch import CurrentBatch
 from requestzero.lightning.requeue import DeferredRequeue
+from requestzero.lightning.sigterm import NotedSigterm
 from requestzero.lightning.user_hooks import STAGE_3_GRADIENTS, reads_gradients
 from requestzero.zero.metrics import logged_metrics
 
@@ -90,6 +91,8 @@ class WindowDriver:
         """True from a training batch's first hook to its last."""
         self.requeue: DeferredRequeue | None = None
         """SLURM's requeue, in a fit."""
+        self.sigterm: NotedSigterm | None = None
+        """The signal to end, in a fit of several ranks."""
 
     # --- state ------------------------------------------------------------------------------------------------------
 
