@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.zero import partition_parameters
 
 from requestzero.zero.engine.counters import CountingEngine
 
@@ -87,8 +88,8 @@ class AnnouncingEngine(CountingEngine):
 
     @contextmanager
     def watching_together(self) -> Iterator[None]:
-        """Also let DeepSpeed's engine wait under watch in the block: a rank that has failed comes to no barrier."""
-        with self.failing_together(), self.optimizer.ranks.watching(deepspeed_engine):
+        """Also let DeepSpeed wait under watch in the block: a rank that has failed comes to no barrier or gather."""
+        with self.failing_together(), self.optimizer.ranks.watching(deepspeed_engine, partition_parameters):
             yield
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import utils as runtime_utils
-from deepspeed.runtime.zero import partition_parameters, stage3
+from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from typing_extensions import override
 
@@ -146,7 +146,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             RuntimeError: a request is still open.
         """
         if life_cycle.needs_step(self):
-            with life_cycle.applying(self), self.ranks.watching(runtime_utils, stage3, partition_parameters):
+            with life_cycle.applying(self), self.ranks.watching(runtime_utils, stage3):
                 super().step(closure)
 
     @override
