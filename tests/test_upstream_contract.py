@@ -68,6 +68,10 @@ RELIED_ON = {
         "_AcceleratorConnector._lazy_init_strategy",
         "_AcceleratorConnector._check_and_init_precision",
     ],
+    "lightning.pytorch.trainer.connectors.signal_connector": [
+        "_SignalConnector.register_signal_handlers",
+        "_SignalConnector._sigterm_notifier_fn",
+    ],
     "lightning.pytorch.trainer.call": [
         "_interrupt",
     ],
