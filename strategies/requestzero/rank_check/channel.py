@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from requestzero.rank_check.intent import NUMBERS, Intent
 
@@ -90,7 +91,7 @@ class Channel:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long collectives of ``group`` wait for another rank."""
-    backend: Any = group._get_backend(group._device_types[0])
-    timeout: timedelta = backend.options._timeout
+    """Return how long collectives of ``group`` wait for another rank: PyTorch's default where its backend has no say."""
+    options: Any = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout
