@@ -91,7 +91,7 @@ class Channel:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long collectives of ``group`` wait for another rank: PyTorch's default where its backend has no say."""
+    """Return how long collectives of ``group`` wait for another rank: PyTorch's default where it does not tell."""
     options: Any = getattr(group._get_backend(group._device_types[0]), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout
