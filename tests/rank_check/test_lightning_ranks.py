@@ -120,14 +120,14 @@ def fit_terminated(run: Run) -> tuple[str, int]:
     try:
         trainer.fit(TerminatedAlone(run), Stream(run))
     except SystemExit as end:
-        return f"{type(end).__name__} {end.code}", trainer.fit_loop.epoch_loop.batch_idx
+        return type(end).__name__, trainer.fit_loop.epoch_loop.batch_idx
     return "trained", trainer.fit_loop.epoch_loop.batch_idx
 
 
 def test_sigterm_on_one_rank_ends_all_ranks_before_the_next_batch(two_fresh_ranks: RankGroup) -> None:
     """Lightning's handler waits for rank 0, which waits for this rank."""
     results = two_fresh_ranks.run(fit_terminated, PLAIN, timeout=60.0)
-    assert {end for end, _ in results} == {"SIGTERMException 143"}, results
+    assert {end for end, _ in results} == {"SIGTERMException"}, results
     assert len({batch for _, batch in results}) == 1
 
 
