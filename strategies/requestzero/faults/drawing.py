@@ -13,7 +13,7 @@ KINDS = tuple(product(FrontEnd, Point, Fault))
 
 
 def draw(count: int, seed: int) -> list[Combination]:
-    """Return ``count`` combinations, the same for the same seed.
+    """Return ``count`` combinations: of the same seed, the same or the first of the same.
 
     Every fault at every point of every front end comes once, in random order, before one comes again. Stage, rank and
     moment are random.
@@ -22,10 +22,10 @@ def draw(count: int, seed: int) -> list[Combination]:
         count: at least 1.
         seed: any integer.
     """
-    chance = random.Random(seed)
+    order, chance = random.Random(seed), random.Random(f"{seed} in detail")
     kinds: list[tuple[FrontEnd, Point, Fault]] = []
     while len(kinds) < count:
-        kinds += chance.sample(KINDS, len(KINDS))
+        kinds += order.sample(KINDS, len(KINDS))
     return [_complete(kind, chance) for kind in kinds[:count]]
 
 

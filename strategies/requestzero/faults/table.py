@@ -24,9 +24,8 @@ def summary(results: Sequence[Result]) -> str:
     """Return the numbers of all results as a line."""
     broken = [result for result in results if result.broken]
     known = sum(1 for result in broken if result.known)
-    return (
-        f"{len(results)} combinations: {len(results) - len(broken)} hold, {known} known, {len(broken) - known} broken"
-    )
+    holds, unknown = len(results) - len(broken), len(broken) - known
+    return f"{len(results)} combinations: {holds} hold, {known} are known not to hold, {unknown} are broken"
 
 
 def write_table(path: Path, results: Sequence[Result], seed: int) -> None:
