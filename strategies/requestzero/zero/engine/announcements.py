@@ -115,7 +115,7 @@ class AnnouncingEngine(CountingEngine):
         self.agreement.before_step(bool(self.optimizer.compute_grad_norm))
 
 
-def together(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+def ends_together(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Let the ranks fail together in a method of an engine, as in :meth:`AnnouncingEngine.watching_together`."""
 
     @wraps(method)

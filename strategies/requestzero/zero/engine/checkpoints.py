@@ -8,6 +8,8 @@ from typing import Any
 from deepspeed import comm as dist
 from typing_extensions import override
 
+from requestzero.zero.engine.announcements import ends_together
+from requestzero.zero.engine.damaged_files import check_files
 from requestzero.zero.engine.other_ranks import OtherRanksEngine
 from requestzero.zero.overflow.skips import SkipRecord
 from requestzero.zero.window_checkpoint import replacing, saving
@@ -30,6 +32,7 @@ class CheckpointingEngine(OtherRanksEngine):
     # --- saving -----------------------------------------------------------------------------------------------------
 
     @override
+    @ends_together
     def save_checkpoint(
         self,
         save_dir: str,
@@ -106,6 +109,7 @@ class CheckpointingEngine(OtherRanksEngine):
         if self.update_window.is_open:
             stage, offload = self.zero_optimization_stage(), bool(self.zero_offload_optimizer())
             saving.save(self.optimizer, staging, stage=stage, offload=offload, writes_record=moves)
+        self.agreement.before_collective("the end of a save")
         on_one_rank(moves, lambda: replacing.commit(folder))
         if save_latest:
             on_one_rank(moves, lambda: replacing.write_file(save_dir / "latest", tag))
@@ -118,6 +122,7 @@ class CheckpointingEngine(OtherRanksEngine):
     # --- loading ----------------------------------------------------------------------------------------------------
 
     @override
+    @ends_together
     def load_checkpoint(
         self, load_dir: str, tag: str | None = None, *args: Any, discard_window: bool = False, **kwargs: Any
     ) -> Any:
@@ -138,12 +143,14 @@ class CheckpointingEngine(OtherRanksEngine):
             Path of the checkpoint, ``None`` without one, and the client's state.
 
         Raises:
-            ValueError: the checkpoint's window is damaged, or is that of other parameters or ranks.
-            RankDisagreementError: another rank does something else, or the ranks have disagreed before.
+            ValueError: a file is damaged; or the checkpoint's window is that of other parameters or ranks.
+            RankDisagreementError: another rank does something else or has failed, or the ranks have disagreed before.
         """
         self.agreement.before_checkpoint("loads")
         on_one_rank(self._moves_folders, lambda: _recover(Path(load_dir), tag))
+        together(lambda: check_files(Path(load_dir), tag, self.global_rank, dist.get_world_size()))
         loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        self.agreement.before_collective("the end of a load")
         path, client_state = loaded
         if path is not None:
             self.zero_grad()

@@ -19,7 +19,7 @@ from requestzero.config.rules import UNEQUAL_MEANS
 from requestzero.config.validation import check_weight
 from requestzero.zero.common import life_cycle
 from requestzero.zero.common.window_options import WindowOptions
-from requestzero.zero.engine.announcements import together
+from requestzero.zero.engine.announcements import ends_together
 from requestzero.zero.engine.checkpoints import CheckpointingEngine
 from requestzero.zero.engine.optimizer_classes import OPTIMIZER_CLASSES, optimizer_classes_in_place
 from requestzero.zero.engine.step_arguments import check_divisor
@@ -256,7 +256,7 @@ class RequestZeROEngine(CheckpointingEngine):
         self.end_request()
         self.optimizer.reduce_pending()
 
-    @together
+    @ends_together
     def _apply_window(self, lr_kwargs: dict[str, Any] | None, divisor: float | None, normalization: str | None) -> None:
         self._complete_sums()
         window, scale = self.update_window, float(self.optimizer.loss_scale)
