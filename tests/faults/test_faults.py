@@ -132,7 +132,7 @@ def test_a_fault_that_nobody_notices_is_told(references: References, tmp_path: P
 
 
 def test_a_resumed_run_with_other_weights_is_told(references: References, tmp_path: Path) -> None:
-    """Where the reference is another run: that of another stage, whose partitions differ."""
+    """The reference is another run: that of another stage, whose partitions differ."""
     other: Any = References(tmp_path / "other", Limits())
     other.whole = lambda front_end, stage: references.whole(front_end, 2)
     result = try_out(RAISES, other, tmp_path / "trial", Limits())
