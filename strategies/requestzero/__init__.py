@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from requestzero.data.micro_batch import MicroBatch
     from requestzero.data.planned_loader import PlannedLoader
     from requestzero.data.request_loader import RequestLoader
-    from requestzero.errors import GradientOverflowError, RankDisagreement, RankDisagreementError
+    from requestzero.errors import (
+        AbortRequest,
+        DuplicateRequestError,
+        GradientOverflowError,
+        RankDisagreement,
+        RankDisagreementError,
+    )
     from requestzero.fabric.strategy import RequestZeROFabric
     from requestzero.lightning.strategy import RequestZeRO
     from requestzero.zero.initialization import initialize
@@ -37,6 +43,8 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it.
 _LAZY = {
     "initialize": "requestzero.zero.initialization",
+    "AbortRequest": "requestzero.errors",
+    "DuplicateRequestError": "requestzero.errors",
     "GradientOverflowError": "requestzero.errors",
     "MicroBatch": "requestzero.data.micro_batch",
     "OverflowSettings": "requestzero.config.options",
@@ -50,6 +58,8 @@ _LAZY = {
 }
 
 __all__ = [
+    "AbortRequest",
+    "DuplicateRequestError",
     "GradientOverflowError",
     "MicroBatch",
     "OverflowSettings",

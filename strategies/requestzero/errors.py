@@ -11,6 +11,19 @@ class GradientOverflowError(RuntimeError):
     """
 
 
+class AbortRequest(Exception):
+    """Raise it to abort the request at hand: the others of its window are not affected.
+
+    It does not leave the block of the request (``engine.request()``, ``requests.request()`` under Accelerate, or a
+    ``training_step`` of Lightning), which goes on behind its end. Where another rank aborts the request, a backward
+    raises it on this one; outside of such a block call ``engine.abort_request(reason)`` then.
+    """
+
+
+class DuplicateRequestError(ValueError):
+    """``begin_request(id, once=True)`` was given the name of a request that is in the window, or was applied."""
+
+
 class RankDisagreementError(RuntimeError):
     """The data-parallel ranks are about to do different things.
 

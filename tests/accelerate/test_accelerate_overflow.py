@@ -113,6 +113,7 @@ def test_trackers_get_the_metrics_once_after_every_update(two_ranks: RankGroup) 
         "overflow/skipped_updates": 0,
         "overflow/consecutive": 0,
         "overflow/dropped_requests": 0,
+        "requests/aborted": 0,
         "overflow/loss_scale": 1,
         "grad_norm": pytest.approx(norm, rel=1e-6),
     }

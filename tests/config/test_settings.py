@@ -27,6 +27,7 @@ def test_defaults() -> None:
         "incomplete_window": "step",
         "log_metrics": True,
         "reduce_gradients_at": None,
+        "abort": False,
         "rank_agreement": True,
         "rank_dependent_micro_batches": False,
         "rank_dependent_parameters": False,

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from requestzero.probe.counters import Operators
 from support.failures import failure
-from support.lightning_data import batch_value
-from support.lightning_model import LR, MOMENTUM, START
+from support.lightning_reference import reference
 from support.lightning_runs import train
 from support.lightning_spec import Run
 from support.ranks import RankGroup
@@ -26,6 +24,7 @@ NAMES = {
     "overflow/skipped_updates",
     "overflow/consecutive",
     "overflow/dropped_requests",
+    "requests/aborted",
     "overflow/loss_scale",
 }
 
@@ -39,22 +38,6 @@ def run_of(overflow: dict[str, Any], nan_batches: tuple[int, ...], **changes: An
         **changes,
         nan_batches=nan_batches,
     )
-
-
-def reference(windows: list[list[int]]) -> list[list[float]]:
-    """Plain PyTorch: the weights after each update with the mean gradient of these batches; none, no update."""
-    weights = torch.nn.Parameter(torch.tensor(START))
-    optimizer = torch.optim.SGD([weights], lr=LR, momentum=MOMENTUM)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5 ** (update // 2))
-    after = []
-    for window in windows:
-        if window:
-            batches = [batch_value(index, rank) for index in window for rank in (0, 1)]
-            weights.grad = torch.stack(batches).mean(0)
-            optimizer.step()
-            schedule.step()
-        after.append(weights.tolist())
-    return after
 
 
 def logged(result: dict[str, Any], name: str) -> list[float]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
+from requestzero import AbortRequest
 from support.lightning_data import batch_weight, rank
 from support.lightning_spec import Run
 
@@ -34,6 +35,11 @@ class Model(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert isinstance(batch, dict)
         self.seen.append(("train", int(batch["index"])))
+        aborts = self.aborts(int(batch["index"]))
+        if aborts and self.run_spec.aborts_by == "return":
+            return AbortRequest("returned")
+        if aborts and self.run_spec.aborts_by == "raise":
+            raise AbortRequest("raised")
         loss = self.loss(batch)
         for _ in range(self.run_spec.adds_weight):
             weight = batch_weight(int(batch["index"]), rank(), self.run_spec.empty_batches)
@@ -42,7 +48,12 @@ class Model(LightningModule):
         if self.run_spec.manual is None:
             return loss
         getattr(self, f"manual_{self.run_spec.manual}")(batch, batch_idx, loss)
+        if aborts:
+            raise AbortRequest("late")
         return None
+
+    def aborts(self, index: int) -> bool:
+        return index in self.run_spec.aborted_batches and self.run_spec.aborting_rank in (None, rank())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert isinstance(batch, dict)

@@ -90,6 +90,7 @@ def train(run: Run) -> dict[str, Any]:
         "applied": getattr(trainer.strategy, "applied_updates", None),
         "skipped": getattr(trainer.strategy, "skipped_updates", None),
         "dropped": getattr(trainer.strategy, "dropped_requests", None),
+        "aborted": getattr(trainer.strategy, "aborted_requests", None),
         "attempted": getattr(trainer.strategy, "attempted_updates", None),
         "consecutive": getattr(trainer.strategy, "consecutive_skips", None),
         "empty": getattr(trainer.strategy, "empty_updates", None),

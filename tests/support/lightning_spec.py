@@ -31,6 +31,12 @@ class Run:
     """Batch indices whose weight is zero on both ranks."""
     nan_batches: tuple[int, ...] = ()
     """Batch indices (over all epochs) at which rank 0 gets a NaN."""
+    aborted_batches: tuple[int, ...] = ()
+    """Batch indices (over all epochs) at which ``training_step`` aborts its request."""
+    aborts_by: str = "raise"
+    """``"raise"`` and ``"return"`` before the backward; ``"late"``: raise after it (manual optimization)."""
+    aborting_rank: int | None = None
+    """The only rank that does so; ``None``: all of them."""
     callbacks: list[Any] = field(default_factory=list)
     """Classes of callbacks, or callbacks."""
     stateful: bool = False

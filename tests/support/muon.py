@@ -32,7 +32,9 @@ class Matrices(torch.nn.Module):
         return (x.sum(1, keepdim=True) / 2 + torch.arange(width, device=x.device)) % 5 - 2
 
 
-def build_muon(stage: int, offload: bool, model: str, accum: str, requestzero: bool = True, **config: Any) -> Any:
+def build_muon(
+    stage: int, offload: bool, model: str, accum: str, requestzero: bool = True, abort: bool = False, **config: Any
+) -> Any:
     """Return an engine of this package, or DeepSpeed's own, that trains :class:`Matrices` (on this rank)."""
     import deepspeed
 
@@ -43,6 +45,7 @@ def build_muon(stage: int, offload: bool, model: str, accum: str, requestzero: b
         # PyTorch's Adam beside Muon: DeepSpeed's would compile for minutes.
         "optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95, "torch_adam": True}},
         **config,
+        **({"requestzero": {"abort": True}} if abort else {}),
     }
     return (ours if requestzero else deepspeed).initialize(model=Matrices(), config=config)[0]
 

@@ -77,6 +77,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         rank_dependent_micro_batches: Whether ranks may run different numbers of micro-batches in a window.
         rank_dependent_parameters: Whether parameters may take part on some ranks only.
         compare_weights: Whether weights that were written through ``param.data`` count.
+        abort: Whether any request can be aborted (:class:`~requestzero.AbortRequest` in ``requests.request()``).
         options: A YAML or JSON file, a dict or an OmegaConf object with options by their names in
             :class:`~requestzero.config.options.RequestZeROSettings`.
 
@@ -102,6 +103,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
     rank_dependent_micro_batches: bool | None = field(default=None)
     rank_dependent_parameters: bool | None = field(default=None)
     compare_weights: bool | None = field(default=None)
+    abort: bool | None = field(default=None)
     options: Any = field(default=None)
 
     @override

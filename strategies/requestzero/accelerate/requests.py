@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from requestzero.accelerate.engine_access import engine_wrapper_of
 from requestzero.accelerate.micro_batches import MicroBatches
+from requestzero.data.micro_batch import RequestId
 from requestzero.former_names import renamed_argument
 
 if TYPE_CHECKING:
@@ -52,19 +53,26 @@ class Requests:
         return engine_wrapper_of(self._accelerator).engine.update_window
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Make the backwards in the block one request, which ends with the block. Collective at the end.
+    def request(self, request_id: RequestId = None, *, once: bool = False) -> Iterator[None]:
+        """Make the backwards in the block one request, which ends with the block. Collective.
+
+        :class:`~requestzero.AbortRequest` aborts the request and does not leave the block; any other exception aborts
+        it where that is possible, and is raised again (see the engine's ``request``).
+
+        Args:
+            request_id: name of the request in messages and logs.
+            once: refuse a name that is in the window, or that was applied.
 
         Raises:
-            RuntimeError: within another request, or before ``prepare``.
+            RuntimeError: within another request, or before ``prepare``; or ``AbortRequest`` was raised and the request
+                cannot be aborted.
+            DuplicateRequestError: ``once``, and the request has come before.
             RankDisagreementError: another rank does something else, or an exception has left the block on some rank
                 only.
         """
         wrapper = engine_wrapper_of(self._accelerator)
-        with wrapper.marking(), wrapper.engine.failing_together():
-            wrapper.engine.begin_request()
+        with wrapper.marking(), wrapper.engine.request(request_id, once=once):
             yield
-        wrapper.engine.end_request()
 
     @renamed_argument("requests_per_window", "requests_per_update")
     def micro_batches(self, loader: Any, requests_per_update: int | None = None) -> MicroBatches:

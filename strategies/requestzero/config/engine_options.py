@@ -27,6 +27,7 @@ class EngineOptions:
     """The config's sections ``overflow``, ``fp16`` and ``bf16`` together. The engine reads ``on_overflow``,
     ``max_consecutive_skips`` and, in fp32, ``check_grad_overflow``; the others reach it through DeepSpeed."""
     reduce_gradients_at: str | None = RequestZeROSettings.reduce_gradients_at
+    abort: bool = RequestZeROSettings.abort
     rank_agreement: bool = RequestZeROSettings.rank_agreement
     rank_dependent_micro_batches: bool = RequestZeROSettings.rank_dependent_micro_batches
     rank_dependent_parameters: bool = RequestZeROSettings.rank_dependent_parameters
@@ -61,7 +62,8 @@ def _check_combinations(options: EngineOptions, config: Config) -> None:
             raise ValueError(problem)
     if stage in (1, 2, STAGE_3):
         on_overflow = options.overflow.on_overflow or "skip"
-        reduction_time(stage, options.reduce_gradients_at, on_overflow, options.rank_dependent_micro_batches)
+        unequal = options.rank_dependent_micro_batches
+        reduction_time(stage, options.reduce_gradients_at, on_overflow, unequal, options.abort)
     if options.overflow.on_overflow == "drop_request" and config.get("managed_gradient_accumulation") is False:
         raise ValueError(
             "overflow.on_overflow='drop_request' and managed_gradient_accumulation=false disagree: without request "

@@ -179,6 +179,12 @@ class RequestZeROSettings:
     whole model, in the dtype of the accumulation. ``None``: at stage 1 ``"window"``, at stage 2 ``"backward"``. With
     ``on_overflow`` ``"raise"`` or ``"drop_request"``, which look at every request, ``"request"`` in the place of
     ``"window"``."""
+    abort: bool = option(False, Boolean(), key="requestzero.abort")
+    """Let ``engine.abort_request`` undo any request at any time until the next one begins, and the ranks agree before
+    every backward that all of them run it, so that one rank alone can abort a request. Costs that agreement, at stage 1
+    a reduction for every request (once per window otherwise), and at most one copy of the gradient sums for every
+    request but a window's first: none at stage 1, nor with CPU offload and fp32 accumulation on a 16-bit model. Without
+    it only a request that needs no copy can be aborted, by all ranks together."""
     rank_agreement: bool = option(True, Boolean(), key="requestzero.rank_agreement")
     """Let the data-parallel ranks agree, once per request, on what they are about to do, so that ranks that do not
     do the same raise an error instead of waiting for each other. Can be turned off where equal numbers of micro-batches

@@ -12,6 +12,8 @@ class ReduceAt(Enum):
     BACKWARD = "backward"
     REQUEST = "request"
     WINDOW = "window"
+    NEXT_REQUEST = "next request"
+    """When the next request begins, or before the step: until then a request can be undone by dropping them."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class ReductionTime:
     """Only while the ranks have memory for the model's gradients, else in every backward."""
 
 
-def reduction_time(stage: int, wanted: str | None, on_overflow: str, unequal: bool = False) -> ReductionTime:
+def reduction_time(
+    stage: int, wanted: str | None, on_overflow: str, unequal: bool = False, abort: bool = False
+) -> ReductionTime:
     """Return the time of the reduction.
 
     Args:
@@ -31,10 +35,16 @@ def reduction_time(stage: int, wanted: str | None, on_overflow: str, unequal: bo
         wanted: the option ``reduce_gradients_at``.
         on_overflow: the option of that name; ``"raise"`` and ``"drop_request"`` look at the sum of every request.
         unequal: the option ``rank_dependent_micro_batches``.
+        abort: the option of that name.
 
     Raises:
         ValueError: the options disagree.
     """
+    if unequal and abort:
+        raise ValueError(
+            "requestzero.abort=true and requestzero.rank_dependent_micro_batches=true disagree: a request is aborted "
+            "by all ranks together, which have none in common where their micro-batches differ. Leave one of them out."
+        )
     if stage == 3:
         if wanted is not None or unequal:
             raise ValueError(
@@ -61,5 +71,10 @@ def reduction_time(stage: int, wanted: str | None, on_overflow: str, unequal: bo
         )
     if wanted == "backward" or (wanted is None and stage == 2):
         return ReductionTime(ReduceAt.BACKWARD)
-    latest = ReduceAt.REQUEST if looks_at_requests or wanted == "request" else ReduceAt.WINDOW
+    if looks_at_requests:
+        latest = ReduceAt.REQUEST
+    elif abort:
+        latest = ReduceAt.NEXT_REQUEST
+    else:
+        latest = ReduceAt.REQUEST if wanted == "request" else ReduceAt.WINDOW
     return ReductionTime(latest, while_memory=wanted == "auto" and stage == 2)

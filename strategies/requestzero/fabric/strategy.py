@@ -68,6 +68,7 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         rank_dependent_micro_batches: Whether ranks may run different numbers of micro-batches in a window.
         rank_dependent_parameters: Whether parameters may take part on some ranks only.
         compare_weights: Whether weights that were written through ``param.data`` count.
+        abort: Whether any request can be aborted (``with RequestZeROFabric.engine_of(model).request(name):``).
         **deepspeed_options: Those of Fabric's ``DeepSpeedStrategy`` that mean something here.
 
     Raises:
@@ -97,6 +98,7 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         rank_dependent_micro_batches: bool = False,
         rank_dependent_parameters: bool = False,
         compare_weights: bool = True,
+        abort: bool = False,
         **deepspeed_options: Any,
     ) -> None:
         require_supported_deepspeed()
@@ -114,6 +116,7 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
             "rank_dependent_micro_batches": rank_dependent_micro_batches,
             "rank_dependent_parameters": rank_dependent_parameters,
             "compare_weights": compare_weights,
+            "abort": abort,
         }
         init, args, kwargs = self._call
         del self._call

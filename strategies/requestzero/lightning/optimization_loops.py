@@ -9,13 +9,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.manual import ManualResult, _ManualOptimization
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from requestzero.lightning.window_driver import driver_of
+from requestzero.errors import AbortRequest
+from requestzero.lightning.window_driver import WindowDriver, driver_of
 
 
 class UndividedResult(ClosureResult):
@@ -25,7 +26,46 @@ class UndividedResult(ClosureResult):
     @override
     def from_training_step_output(cls, training_step_output: STEP_OUTPUT, normalize: int = 1) -> ClosureResult:
         """Ignore ``normalize``: the window's sum is divided once, by the step."""
+        raise_if_abort(training_step_output)
         return super().from_training_step_output(training_step_output)
+
+
+class ManualRequestResult(ManualResult):
+    """Also knows a ``training_step`` that aborts its request by what it returns."""
+
+    @classmethod
+    @override
+    def from_training_step_output(cls, training_step_output: STEP_OUTPUT) -> ManualResult:
+        """Raise an ``AbortRequest`` that was returned."""
+        raise_if_abort(training_step_output)
+        return super().from_training_step_output(training_step_output)
+
+
+def raise_if_abort(output: object) -> None:
+    """Raise an ``AbortRequest`` that ``training_step`` has returned, or its class."""
+    if isinstance(output, AbortRequest) or output is AbortRequest:
+        raise output
+
+
+class RequestClosure(Closure):
+    """The closure of a batch whose request may be aborted: the rest of it does nothing then.
+
+    Args:
+        closure: Lightning's.
+        driver: of the strategy.
+    """
+
+    def __init__(self, closure: Closure, driver: WindowDriver) -> None:
+        super().__init__(closure._step_fn, closure._backward_fn, closure._zero_grad_fn)
+        self._driver = driver
+
+    @override
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        """Return a result without a loss for an aborted request."""
+        if not self._driver.request_aborted:
+            with self._driver.aborting():
+                return super().closure(*args, **kwargs)
+        return UndividedResult(closure_loss=None)
 
 
 class WindowAutomaticOptimization(_AutomaticOptimization):
@@ -39,6 +79,11 @@ class WindowAutomaticOptimization(_AutomaticOptimization):
         outputs = super().run(optimizer, batch_idx, kwargs)
         driver_of(self.trainer).end_batch(is_last=self.trainer.fit_loop.epoch_loop._num_ready_batches_reached())
         return outputs
+
+    @override
+    def _make_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
+        """Let ``training_step`` abort its request."""
+        return RequestClosure(super()._make_closure(kwargs, optimizer, batch_idx), driver_of(self.trainer))
 
     @override
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
@@ -55,6 +100,16 @@ class WindowAutomaticOptimization(_AutomaticOptimization):
 
 class WindowManualOptimization(_ManualOptimization):
     """Differs in that a batch is a request, whatever its number of backwards."""
+
+    output_result_cls = ManualRequestResult
+
+    @override
+    def advance(self, kwargs: OrderedDict) -> None:
+        """Also let ``training_step`` abort its request; further batches of that request are left out."""
+        driver = driver_of(self.trainer)
+        if not driver.request_aborted:
+            with driver.aborting():
+                super().advance(kwargs)
 
     @override
     def run(self, kwargs: OrderedDict) -> dict[str, Any]:

@@ -103,6 +103,11 @@ class ReadableStrategy(EngineBuildingStrategy):
         return self._counts.dropped_requests
 
     @property
+    def aborted_requests(self) -> int:
+        """Requests that were aborted, over the whole training."""
+        return self._counts.aborted_requests
+
+    @property
     def empty_updates(self) -> int:
         """Windows that were left out because their total weight was zero, over the whole training."""
         return self._counts.empty_updates

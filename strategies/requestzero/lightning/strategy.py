@@ -87,6 +87,7 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
         gradients_in_hooks: Whether ``p.grad`` can be read and changed in ``on_before_optimizer_step`` and
             ``configure_gradient_clipping``. Not at stage 3.
         compare_weights: Whether weights that were written through ``param.data`` count.
+        abort: Whether any request can be aborted (:class:`~requestzero.AbortRequest` in ``training_step``).
         **deepspeed_options: Those of Lightning's ``DeepSpeedStrategy`` that mean something here. Its
             loss-scale options are another way to write those of ``overflow``.
 
@@ -119,6 +120,7 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
         rank_dependent_parameters: bool = False,
         gradients_in_hooks: bool = True,
         compare_weights: bool = True,
+        abort: bool = False,
         **deepspeed_options: Any,
     ) -> None:
         require_supported_deepspeed()
@@ -138,6 +140,7 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
             "rank_dependent_parameters": rank_dependent_parameters,
             "gradients_in_hooks": gradients_in_hooks,
             "compare_weights": compare_weights,
+            "abort": abort,
         }
         init, args, kwargs = self._call
         del self._call

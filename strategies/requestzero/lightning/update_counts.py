@@ -19,6 +19,7 @@ class UpdateCounts:
     skipped_updates: int = 0
     consecutive_skips: int = 0
     dropped_requests: int = 0
+    aborted_requests: int = 0
     empty_updates: int = 0
     partition_traffic: PartitionTraffic | None = None
 

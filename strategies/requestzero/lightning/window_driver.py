@@ -19,6 +19,7 @@ from requestzero.config.options import RequestZeROSettings
 from requestzero.config.validation import check_weight
 from requestzero.data.boundaries import WindowMarks, unwrap
 from requestzero.data.micro_batch import MicroBatch
+from requestzero.errors import AbortRequest
 from requestzero.lightning.checks import check_scheduler_frequency
 from requestzero.lightning.current_batch import CurrentBatch
 from requestzero.lightning.requeue import DeferredRequeue
@@ -87,6 +88,8 @@ class WindowDriver:
         self._data_ended = False  # and the other ranks know
         self._failed = False
         self._clip: float | None = None
+        self.request_aborted = False
+        """True until the next request begins, where the current one was aborted."""
         self.in_batch = False
         """True from a training batch's first hook to its last."""
         self.requeue: DeferredRequeue | None = None
@@ -176,6 +179,7 @@ class WindowDriver:
     def _announce(self) -> None:
         """Tell the engine of a request at its first batch, so that ranks agree while the forward runs."""
         if self.marks.starts_request and not self._running.update_window.request_open:
+            self.request_aborted = False
             micro_batches = self.marks.micro_batches if self._automatic else None
             window_end = self.marks.window_ends_with_request if self._automatic else None
             self._running.begin_request(self.marks.request_id, micro_batches=micro_batches, window_end=window_end)
@@ -217,6 +221,19 @@ class WindowDriver:
             self._running.update_window.ends_with_request = True
         if weight is not None:
             self._running.add_weight(weight)
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Abort the current request for an ``AbortRequest`` that leaves the block. Collective then.
+
+        Raises:
+            RuntimeError: the request cannot be aborted.
+        """
+        try:
+            yield
+        except AbortRequest as error:
+            self._running.abort_request(str(error))
+            self.request_aborted = True
 
     def end_batch(self, is_last: bool) -> None:
         """End a manual request, and drop an epoch's last window where the settings say so. Collective.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from requestzero.data.micro_batch import RequestId
+from requestzero.errors import AbortRequest
 from requestzero.rank_check.comparison import Comparison
 from requestzero.rank_check.intent import Intent, Kind
 from requestzero.rank_check.interface import Agreement
@@ -33,6 +34,7 @@ class RankAgreement(Agreement):
         window: returns the engine's open update window.
         name_of: returns the name of the parameter with DeepSpeed's number.
         equal_micro_batches: compare requests and micro-batches; else only what comes between windows.
+        votes: agree before every backward that no rank aborts its request.
     """
 
     active = True
@@ -44,9 +46,13 @@ class RankAgreement(Agreement):
         window: Callable[[], Window],
         name_of: Callable[[int], str],
         equal_micro_batches: bool = True,
+        votes: bool = False,
     ) -> None:
         self._channel, self._watch, self._name_of = channel, watch, name_of
-        self._comparison = Comparison(channel, watch, self._report)
+        self._comparison = Comparison(channel, watch, self._report, self._note_abort)
+        self._votes = votes
+        self._reason: str | None = None  # this rank's, for the abort that it votes for
+        self._abort: list[str | None] | None = None  # the reasons of all ranks, once they have agreed on one
         self._progress = Progress(window, equal_micro_batches)
         self._order = ReductionOrder()
         self._following: int | None = None
@@ -62,23 +68,40 @@ class RankAgreement(Agreement):
 
     def _compare(self, intent: Intent) -> None:
         self.check()
+        self._finish()
         self._comparison.begin(intent)
 
     def _agree(self, intent: Intent) -> None:
         self._compare(intent)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the comparison that is under way, if there is one.
+
+        Raises:
+            RankDisagreementError: the intents differ.
+            AbortRequest: another rank aborts the request.
+        """
         self._comparison.finish()
+        if self._abort is not None:
+            raise AbortRequest("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self._abort) if text))
 
     @override
     def check(self) -> None:
         if self._watch.error is not None:
             raise self._watch.error
+        if self._abort is not None:
+            raise RuntimeError(
+                "Another rank has aborted the request at hand, as AbortRequest has said on this one: call "
+                "engine.abort_request(reason) here too, before anything else."
+            )
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     @override
     def begin_request(self, name: RequestId, micro_batches: int | None, window_end: bool | None) -> None:
         self.check()
-        self._comparison.finish()
+        self._finish()
         self._progress.begin(name, micro_batches, window_end)
         if self._progress.equal_micro_batches:
             self._compare(self._progress.begins())
@@ -96,7 +119,9 @@ class RankAgreement(Agreement):
             self.begin_request(None, None, None)
         elif request.forwards >= (request.micro_batches or 0):
             self._compare(self._progress.forwards())
-        self._comparison.finish()
+        if self._votes:
+            self._compare(self._ready())  # a rank without data would leave the others in a gather
+        self._finish()
         self._progress.request.forwards += 1
         self._waiting_for = lambda: self._progress.forwards(Kind.GATHER)
 
@@ -112,6 +137,48 @@ class RankAgreement(Agreement):
         elif self._exceeds(request):
             text = f"runs micro-batch {request.done + 1} of {request}, announced with {request.micro_batches}"
             self._compare(self._progress.intent(Kind.MICRO_BATCH, text))
+        if self._votes:
+            self._compare(self._ready())
+
+    def _ready(self) -> Intent:
+        request = self._progress.request
+        return self._progress.votes(Kind.READY, f"goes on with {request} after micro-batch {request.done}")
+
+    @override
+    def finish_vote(self) -> None:
+        if self._votes:
+            self._finish()
+
+    @override
+    def end_block(self) -> None:
+        if self._votes and not self._progress.request.aborted:
+            self._agree(self._ready())
+
+    @override
+    def abort(self, reason: str) -> list[str | None]:
+        self._reason = reason
+        try:
+            self._vote_for_abort(reason)
+            assert self._abort is not None
+            return self._abort
+        finally:
+            self._reason = self._abort = None
+            self._order.restart()
+            self._reducing = False
+            self._progress.request.closed = self._progress.request.aborted = True
+
+    def _vote_for_abort(self, reason: str) -> None:
+        if self._watch.error is not None:
+            raise self._watch.error
+        self._comparison.finish()  # another rank may have been first
+        if self._abort is None:
+            request = self._progress.request
+            text = f"aborts {request} after micro-batch {request.done}: {reason}"
+            self._comparison.begin(self._progress.votes(Kind.ABORT, text))
+            self._comparison.finish()
+
+    def _note_abort(self) -> None:
+        self._abort = self._channel.gather(self._reason)
 
     def _exceeds(self, request: Request) -> bool:
         announced = request.micro_batches
@@ -143,7 +210,7 @@ class RankAgreement(Agreement):
         as_announced = as_announced and self._progress.equal_micro_batches
         if not (as_announced and can_wait) and self._step_agreed != micro_batches:
             self._compare(self._progress.steps(Kind.STEP))
-        self._comparison.finish()
+        self._finish()
         if self._step_agreed != micro_batches:
             self._progress.windows += 1
         self._step_agreed = micro_batches
@@ -178,7 +245,7 @@ class RankAgreement(Agreement):
     @override
     def before_reduction(self, flush: Flush, following: int | None) -> None:
         self.check()
-        self._comparison.finish()
+        self._finish()
         self._following = following
         if not self._order.follows(flush):
             self._agree(self._progress.reduces(Kind.ORDER, repr(flush)))
@@ -186,7 +253,7 @@ class RankAgreement(Agreement):
 
     @override
     def end_reduction(self) -> None:
-        self._comparison.finish()
+        self._finish()
         self._reducing, self._following = False, None
         if not self._order.ends():
             text = f"has reduced all of {self._progress.gradients}"

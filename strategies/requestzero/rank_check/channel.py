@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from requestzero.rank_check.intent import NUMBERS, Intent
+from requestzero.rank_check.intent import NUMBERS, VOTES, Intent, Kind
 
 # The watch ends a wait before the group does: its message says more.
 _LATER = timedelta(minutes=1)
@@ -45,6 +45,12 @@ class Round:
         """Return true if all ranks have the same intent; call it once the work is done."""
         largest, smallest = np.split(self._bounds, 2)
         return bool((largest == -smallest).all())
+
+    def aborts(self) -> bool:
+        """Return true if all ranks have voted on the same request, and some to abort it; call it likewise."""
+        largest, smallest = np.split(self._bounds, 2)
+        same_request = bool((largest[1:] == -smallest[1:]).all())
+        return same_request and -smallest[0] in VOTES and largest[0] == Kind.ABORT
 
 
 class Channel:
@@ -82,6 +88,12 @@ class Channel:
         assert self._group is not None, "the engine has been destroyed"
         self.rounds += 1
         return Round(intent, self._buffer, self._bounds, self._group)
+
+    def gather(self, text: str | None) -> list[str | None]:
+        """Return the texts of all ranks, by rank (collective)."""
+        texts: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(texts, text, group=self._group)
+        return texts
 
     def close(self) -> None:
         """Leave the group. A round under way would keep its threads waiting."""

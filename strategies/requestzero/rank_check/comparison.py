@@ -23,10 +23,17 @@ class Comparison:
         channel: for comparing.
         watch: for waiting.
         report: returns the report of an intent of this rank.
+        on_abort: called where the ranks have voted to abort a request.
     """
 
-    def __init__(self, channel: Channel, watch: Watch, report: Callable[[Intent], RankReport]) -> None:
-        self._channel, self._watch, self._report = channel, watch, report
+    def __init__(
+        self,
+        channel: Channel,
+        watch: Watch,
+        report: Callable[[Intent], RankReport],
+        on_abort: Callable[[], None],
+    ) -> None:
+        self._channel, self._watch, self._report, self._on_abort = channel, watch, report, on_abort
         self._round: Round | None = None
 
     def begin(self, intent: Intent) -> None:
@@ -44,7 +51,9 @@ class Comparison:
             under_way = self._round
             self._watch.wait(under_way.work, lambda: self._report(under_way.intent))
             self._round = None
-            if not under_way.agreed():
+            if under_way.aborts():
+                self._on_abort()
+            elif not under_way.agreed():
                 self._watch.disagree(self._report(under_way.intent))
 
     def fail(self, failure: Intent) -> None:

@@ -48,6 +48,14 @@ class Kind(IntEnum):
     """Waits in a collective of the training loop's."""
     FILES = 19
     """Waits within a save or a load (only reported)."""
+    READY = 20
+    """Runs the next backward of its request, or ends the block of it, unless another rank aborts it."""
+    ABORT = 21
+    """Aborts its request."""
+
+
+VOTES = (Kind.READY, Kind.ABORT)
+"""Ranks that vote agree where they do so on the same request, which is aborted if one of them wants that."""
 
 
 NUMBERS = 5

@@ -43,6 +43,20 @@ class Agreement:
     def begin_backward(self, last: bool) -> None:
         """Announce a backward without waiting; ``last`` where its request is known to end with it."""
 
+    def finish_vote(self) -> None:
+        """Wait until it is known that no rank aborts the request whose backward was announced, where ranks vote on it.
+
+        Raises:
+            AbortRequest: another rank aborts it.
+        """
+
+    def end_block(self) -> None:
+        """Vote at the end of the block of a request, likewise (collective where ranks vote)."""
+
+    def abort(self, reason: str) -> list[str | None]:
+        """Agree to abort the request at hand (collective); return the reasons of all ranks that had one, by rank."""
+        return [reason]
+
     def end_micro_batch(self, request_ended: bool) -> None:
         """Note that a micro-batch is done, and whether its request has ended with it."""
 

@@ -17,6 +17,10 @@ PARAMETERS_HINT = (
     "rank_dependent_parameters=true; at stage 3 make their module a leaf module (zero_optimization.leaf_module)."
 )
 ENGINES_HINT = "All data-parallel ranks have to use their engines in the same order."
+ABORT_HINT = (
+    "A request is aborted by all ranks together, or with the option abort by one of them before its backward. Inside a "
+    "backward at stages 2 and 3, or a forward at stage 3, one alone cannot: restart from the last checkpoint."
+)
 _NAMES_SHOWN = 5
 
 
@@ -34,8 +38,15 @@ def compose(reports: Sequence[RankReport | None], head: str | None = None) -> st
     lines = [f"  {_ranks([r for r, t in enumerate(texts) if t == text])}: {text}" for text in dict.fromkeys(texts)]
     if head is not None:
         return "\n".join([head, *lines])
-    hint = ENGINES_HINT if _engines_differ(sent) else PARAMETERS_HINT if _orders_differ(sent) else HINT
-    return "\n".join(["The data-parallel ranks disagree about what comes next:", *lines, hint])
+    return "\n".join(["The data-parallel ranks disagree about what comes next:", *lines, _hint(sent)])
+
+
+def _hint(sent: list[RankReport]) -> str:
+    if any(report.place[0] == Kind.ABORT for report in sent):
+        return ABORT_HINT
+    if _engines_differ(sent):
+        return ENGINES_HINT
+    return PARAMETERS_HINT if _orders_differ(sent) else HINT
 
 
 def _text(report: RankReport | None, sent: list[RankReport]) -> str:

@@ -78,6 +78,10 @@ class Progress:
             return f"the gradients that wait after {self}"
         return f"the gradients of micro-batch {self.request.done + 1} of {self.request}"
 
+    def votes(self, kind: Kind, text: str) -> Intent:
+        """Return the intent to go on with the request, or to abort it, wherever in it a rank is."""
+        return Intent(kind, self.request.number, micro_batch=0, window=0, text=text)
+
     def steps(self, kind: Kind) -> Intent:
         """Return the intent to step."""
         return self.intent(kind, f"steps after {self}")

@@ -33,6 +33,8 @@ class Request:
     """Forwards that were begun for it, where ranks agree on them."""
     closed: bool = True
     """True once its end was marked."""
+    aborted: bool = False
+    """True once it was aborted."""
     window: Window | None = None
     """The window that was open when it began; a request ends with its window."""
 

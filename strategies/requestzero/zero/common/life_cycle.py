@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from requestzero.zero.common.divisor import StepDivisor
+from requestzero.zero.common.rollback import RequestRollback
 from requestzero.zero.common.scale import StepScale
 from requestzero.zero.common.step_norm import StepNorm
 from requestzero.zero.common.window import UpdateWindow
@@ -28,6 +29,12 @@ class WindowRecord(Protocol):
     def discard(self) -> None: ...
 
 
+class RequestRecord(Protocol):
+    """Something else that is kept for every request of a window."""
+
+    def go_back(self, requests: int) -> None: ...
+
+
 class WindowedOptimizer(Protocol):
     """An optimizer of any ZeRO stage that owns a window and these parts."""
 
@@ -35,12 +42,16 @@ class WindowedOptimizer(Protocol):
     scale: StepScale
     divisor: StepDivisor
     norm: StepNorm
+    rollback: RequestRollback
     overflow: bool
     loss_scale_exhausted: bool
     _global_grad_norm: Any
 
     @property
     def sums(self) -> WindowSums: ...
+
+    @property
+    def origin(self) -> RequestRecord | None: ...
 
     @property
     def loss_scale(self) -> Any: ...
@@ -110,6 +121,16 @@ def discard(optimizer: WindowedOptimizer) -> None:
     for record in optimizer.window_records:
         record.discard()
     optimizer.window = optimizer.window.successor()
+
+
+def undo_request(optimizer: WindowedOptimizer) -> None:
+    """Make the window what it was before the request at hand (this rank only)."""
+    window = optimizer.window
+    optimizer.rollback.undo(window, lambda: discard(optimizer))
+    optimizer.window = window  # still the same window to who holds it
+    optimizer.norm.forget()
+    if optimizer.origin is not None:
+        optimizer.origin.go_back(window.requests)
 
 
 def resolve_token_divisor(optimizer: WindowedOptimizer) -> bool:

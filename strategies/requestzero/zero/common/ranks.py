@@ -39,7 +39,11 @@ class Ranks:
         self._model_parallel_all_reduce = model_parallel_all_reduce
 
     def agree_from_now_on(
-        self, window: Callable[[], UpdateWindow], name_of: Callable[[int], str], equal_micro_batches: bool = True
+        self,
+        window: Callable[[], UpdateWindow],
+        name_of: Callable[[int], str],
+        equal_micro_batches: bool = True,
+        votes: bool = False,
     ) -> None:
         """Let the ranks agree before their collectives, if there are several. Collective.
 
@@ -47,13 +51,14 @@ class Ranks:
             window: gives the engine's open window.
             name_of: gives the name of a parameter by its id.
             equal_micro_batches: all ranks run the same requests and micro-batches; else only the same windows.
+            votes: agree before every backward that no rank aborts its request.
         """
         if self.size == 1:
             return
         channel = Channel(self.group)
         mailbox = Mailbox(channel.name, channel.ranks, channel.rank, channel.world_size)
         watch = Watch(mailbox, channel.rank, channel.timeout.total_seconds())
-        agreement = RankAgreement(channel, watch, window, name_of, equal_micro_batches)
+        agreement = RankAgreement(channel, watch, window, name_of, equal_micro_batches, votes)
         self.agreement, self.comm = agreement, WatchedCommunication(agreement)
 
     @contextmanager

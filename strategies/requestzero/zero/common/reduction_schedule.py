@@ -37,6 +37,16 @@ class ReductionSchedule:
         """True where no gradient waits beyond its backward."""
         return self.at is ReduceAt.BACKWARD
 
+    @property
+    def at_next_request(self) -> bool:
+        """True where the gradients of a request wait until the next one begins."""
+        return self.at is ReduceAt.NEXT_REQUEST
+
+    @property
+    def mixes_requests(self) -> bool:
+        """True where the gradients of all requests of a window wait in one sum."""
+        return self.at is ReduceAt.WINDOW
+
     def reduces(self, request_ends: bool, window_ends: bool) -> bool:
         """Return whether the backward at hand is followed by a reduction.
 
@@ -44,7 +54,8 @@ class ReductionSchedule:
             request_ends: with this backward.
             window_ends: the request is known to be the window's last.
         """
-        return self.in_every_backward or (request_ends and (self.at is ReduceAt.REQUEST or window_ends))
+        at_window_end = self.at is ReduceAt.WINDOW and window_ends
+        return self.in_every_backward or (request_ends and (self.at is ReduceAt.REQUEST or at_window_end))
 
     def on_arrival(self, reduces: bool) -> bool:
         """Return whether a gradient is reduced as it comes, in a backward that :meth:`reduces`."""

@@ -107,10 +107,11 @@ class UpdateWindow:
         return UpdateWindow(request_ids=ahead, ends_with_request=bool(ahead) and self.ends_with_request)
 
     def save(self) -> dict[str, Any]:
-        """Return copies of all fields, for :meth:`load`; the tensor of weights is never changed in place."""
-        return {name: copy.copy(value) for name, value in vars(self).items()}
+        """Return the counts of a window between requests, for :meth:`load`. Their number does not grow with it."""
+        counts = {name: value for name, value in vars(self).items() if name not in ("request_ids", "dropped")}
+        return counts | {"weights": copy.copy(self.weights)}  # whose tensor is never changed in place
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Become what :meth:`save` returned, except for the requests that were dropped since."""
-        restored = {name: copy.copy(value) for name, value in saved.items()}
-        vars(self).update(restored, dropped=self.dropped)
+        """Become what :meth:`save` has seen, except for requests that were dropped since."""
+        vars(self).update(saved, weights=copy.copy(saved["weights"]))
+        del self.request_ids[self.requests :]

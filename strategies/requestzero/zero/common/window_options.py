@@ -19,6 +19,8 @@ class WindowOptions:
     """``on_overflow="raise"``."""
     drops_requests: bool = False
     """``on_overflow="drop_request"``."""
+    aborts: bool = False
+    """``abort``."""
     reduction: ReductionTime = field(default_factory=lambda: ReductionTime(ReduceAt.BACKWARD))
     """``reduce_gradients_at`` (stages 1 and 2)."""
     reduces_sums_in: torch.dtype | None = None

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import partition_parameters
 
+from requestzero.errors import DuplicateRequestError
 from requestzero.zero.engine.counters import CountingEngine
 
 P = ParamSpec("P")
@@ -20,13 +21,18 @@ class AnnouncingEngine(CountingEngine):
     """Requests that are announced, data that ends, and errors that concern all ranks."""
 
     def begin_request(
-        self, request_id: str | int | None = None, *, micro_batches: int | None = None, window_end: bool | None = None
+        self,
+        request_id: str | int | None = None,
+        *,
+        micro_batches: int | None = None,
+        window_end: bool | None = None,
+        once: bool = False,
     ) -> None:
         """Say what comes next, before a request's first backward: its name, and what is known of it.
 
         Optional: a backward without it begins a request without a name. All ranks announce the same, which they agree
         on while the forward runs; what is not announced has to be agreed on when it happens. To be called on all ranks,
-        or on none.
+        or on none; collective with ``abort`` at stage 1, where the request before it is reduced now.
 
         Args:
             request_id: name of the request in messages and logs.
@@ -34,8 +40,12 @@ class AnnouncingEngine(CountingEngine):
             window_end: whether a step follows the request. Gradients that wait for the window's end
                 (``reduce_gradients_at``) are then reduced with its last backward, else in ``step``.
 
+            once: refuse the name of a request that is in the window, or that was applied (the last 10,000 are known,
+                also after a resume). One that was aborted, dropped or skipped may come again.
+
         Raises:
-            ValueError: ``micro_batches`` is not a whole number above 0.
+            ValueError: ``micro_batches`` is not a whole number above 0; ``once`` without a name.
+            DuplicateRequestError: ``once``, and the request has come before.
             RuntimeError: the request before it is still open.
             RankDisagreementError: here, or where the answer is waited for: the ranks do not do the same.
         """
@@ -52,8 +62,20 @@ class AnnouncingEngine(CountingEngine):
             )
             self.fail(error)
             raise error
+        if once:
+            self._refuse_duplicate(request_id)
+        self.optimizer.open_request()
         self.update_window.begin_request(request_id, window_end is True)
         self.agreement.begin_request(request_id, micro_batches, window_end)
+
+    def _refuse_duplicate(self, request_id: str | int | None) -> None:
+        if request_id is None:
+            raise ValueError("begin_request(once=True) needs the name of the request: begin_request(id, once=True).")
+        window = self.update_window
+        if request_id in window.request_ids[: window.requests]:
+            raise DuplicateRequestError(f"begin_request({request_id!r}, once=True): it is in the open window already.")
+        if request_id in self._applied:
+            raise DuplicateRequestError(f"begin_request({request_id!r}, once=True): it was applied before.")
 
     def end_data(self) -> None:
         """There is no more data, or no more of an epoch. To be called on all ranks (collective).

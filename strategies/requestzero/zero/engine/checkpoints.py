@@ -17,6 +17,7 @@ from requestzero.zero.window_checkpoint.record import SavedWindow
 from requestzero.zero.window_checkpoint.together import on_one_rank, together
 
 _SKIPS_IN_CHECKPOINT = "requestzero_skips"
+_APPLIED_IN_CHECKPOINT = "requestzero_applied_requests"
 
 
 class CheckpointingEngine(OtherRanksEngine):
@@ -65,7 +66,11 @@ class CheckpointingEngine(OtherRanksEngine):
         self.agreement.before_checkpoint("saves")
         self._complete_window()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        state = {**(client_state or {}), _SKIPS_IN_CHECKPOINT: self._skips.state_dict()}
+        state = {
+            **(client_state or {}),
+            _SKIPS_IN_CHECKPOINT: self._skips.state_dict(),
+            _APPLIED_IN_CHECKPOINT: self._applied.state_dict(),
+        }
         if not save_dir or self.checkpoint_engine.is_decoupled():
             return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
         self._save_as_a_whole(Path(save_dir), tag, state, save_latest, exclude_frozen_parameters)
@@ -155,9 +160,11 @@ class CheckpointingEngine(OtherRanksEngine):
         if path is not None:
             self.zero_grad()
             record = client_state.pop(_SKIPS_IN_CHECKPOINT, {})
+            applied = client_state.pop(_APPLIED_IN_CHECKPOINT, {})
             # DeepSpeed gives its counters to the client where only the module was loaded.
             if "skipped_steps" not in client_state:
                 self._skips = SkipRecord.from_state(record)
+                self._applied.load_state_dict(applied)
                 if not discard_window:
                     self._load_window(Path(path).parent)
         return loaded

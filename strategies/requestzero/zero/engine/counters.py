@@ -10,6 +10,7 @@ from requestzero.config.engine_options import EngineOptions
 from requestzero.rank_check.interface import Agreement
 from requestzero.zero.common.partition_traffic import PartitionTraffic
 from requestzero.zero.common.window import UpdateWindow
+from requestzero.zero.engine.applied_requests import AppliedRequests
 from requestzero.zero.engine.deprecated_calls import ReadoutFloat, ReadoutInt
 from requestzero.zero.overflow import skip_messages
 from requestzero.zero.overflow.skips import SkippedUpdate, SkipRecord
@@ -26,6 +27,7 @@ class CountingEngine(DeepSpeedEngine):
     def __init__(self, *args: Any, options: EngineOptions | None = None, **kwargs: Any) -> None:
         self.options = EngineOptions() if options is None else options
         self._skips = SkipRecord()
+        self._applied = AppliedRequests()
         super().__init__(*args, **kwargs)
 
     @property
@@ -74,6 +76,11 @@ class CountingEngine(DeepSpeedEngine):
         return self._skips.dropped_requests
 
     @property
+    def aborted_requests(self) -> int:
+        """Requests that were aborted, see ``abort_request``."""
+        return self._skips.aborted_requests
+
+    @property
     def last_skip(self) -> SkippedUpdate | None:
         """The update that was skipped last; ``None`` before the first."""
         return self._skips.recent[-1] if self._skips.recent else None
@@ -93,9 +100,8 @@ class CountingEngine(DeepSpeedEngine):
 
     @property
     def request_backup_bytes(self) -> int:
-        """Bytes of this rank's copy of the window's sums (``overflow.on_overflow="drop_request"``; else 0)."""
-        rollback = self.optimizer.rollback
-        return 0 if rollback is None else rollback.backup_bytes
+        """Bytes of this rank's copy of the window's sums (``abort``, ``overflow.on_overflow="drop_request"``)."""
+        return self.optimizer.rollback.backup_bytes
 
     @property
     def grad_partition_bytes(self) -> ReadoutInt:
@@ -132,6 +138,7 @@ class CountingEngine(DeepSpeedEngine):
         record, limit = self._skips, self.options.overflow.max_consecutive_skips
         record.note_scale(self.attempted_updates - 1, scale)
         if self.was_step_applied():
+            self._applied.note(window.request_ids)
             record.consecutive = 0
             record.note_scale(self.attempted_updates, float(self.optimizer.loss_scale))
             return

@@ -19,8 +19,8 @@ from requestzero.config.rules import UNEQUAL_MEANS
 from requestzero.config.validation import check_weight
 from requestzero.zero.common import life_cycle
 from requestzero.zero.common.window_options import WindowOptions
+from requestzero.zero.engine.aborts import AbortingEngine
 from requestzero.zero.engine.announcements import ends_together
-from requestzero.zero.engine.checkpoints import CheckpointingEngine
 from requestzero.zero.engine.optimizer_classes import OPTIMIZER_CLASSES, optimizer_classes_in_place
 from requestzero.zero.engine.step_arguments import check_divisor
 from requestzero.zero.overflow import skip_messages
@@ -28,7 +28,7 @@ from requestzero.zero.stage_1_and_2.frozen_parameters import refuse_gradients
 from requestzero.zero.stage_3.gathers import watch_gathers
 
 
-class RequestZeROEngine(CheckpointingEngine):
+class RequestZeROEngine(AbortingEngine):
     """``DeepSpeedEngine`` for update windows of several requests; built by :func:`requestzero.initialize`.
 
     All ranks run the same number of backwards (any number with ``rank_dependent_micro_batches``) over the same
@@ -54,6 +54,7 @@ class RequestZeROEngine(CheckpointingEngine):
         if window_end:
             self.update_window.ends_with_request = True
 
+    @override
     def end_request(self) -> None:
         """End the open request after its last backward has already run.
 
@@ -104,12 +105,20 @@ class RequestZeROEngine(CheckpointingEngine):
         window.checked = window.requests
         if self.optimizer.origin is not None:
             self.optimizer.origin.end_request()
-        elif self.optimizer.rollback is not None:
+        elif self._drops_requests:
             self.agreement.before_finite_check()
             dropped = self.optimizer.check_request()
             if dropped is not None:
                 self._skips.dropped_requests += 1
                 skip_messages.log_dropped(dropped, self.attempted_updates + 1)
+                return
+        self.optimizer.rollback.end_request(window)
+        if not self.options.abort:
+            self.optimizer.rollback.lose()
+
+    @property
+    def _drops_requests(self) -> bool:
+        return self.options.overflow.on_overflow == "drop_request"
 
     @override
     def zero_grad(self) -> None:  # type: ignore[override]  # as DeepSpeed's
@@ -179,6 +188,7 @@ class RequestZeROEngine(CheckpointingEngine):
         if self.optimizer.has_unseen_gradients:
             self._manual_backward_expected = False
             if not self.update_window.request_open:
+                self.optimizer.rollback.begin_request()
                 self.agreement.begin_backward(last=False)
                 self.update_window.count_micro_batch()
                 self.agreement.end_micro_batch(False)
@@ -239,7 +249,7 @@ class RequestZeROEngine(CheckpointingEngine):
         if normalization == "mean" and self.options.rank_dependent_micro_batches:
             raise ValueError(f"step(normalization='mean') with rank_dependent_micro_batches: {UNEQUAL_MEANS}")
         if divisor is not None:
-            check_divisor(divisor, self.update_window, drops_requests=self.optimizer.rollback is not None)
+            check_divisor(divisor, self.update_window, drops_requests=self._drops_requests)
         at_boundary = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         if not at_boundary or self.inside_no_sync_ctxt:
             super().step(lr_kwargs)
@@ -254,7 +264,9 @@ class RequestZeROEngine(CheckpointingEngine):
         self._count_unseen_backwards()
         self.agree_to_step()
         self.end_request()
-        self.optimizer.reduce_pending()
+        with self.optimizer.rollback.suspended():
+            self.optimizer.reduce_pending()
+        self.optimizer.rollback.keep()
 
     @ends_together
     def _apply_window(self, lr_kwargs: dict[str, Any] | None, divisor: float | None, normalization: str | None) -> None:
@@ -344,6 +356,8 @@ class RequestZeROEngine(CheckpointingEngine):
         """
         if self.zero_optimization_partition_weights():
             self.agreement.before_forward(evaluates=not torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            self.optimizer.rollback.note_forward()
         outputs = super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.optimizer.schedule.in_every_backward:
             self._prefetch_partitions()
@@ -374,6 +388,8 @@ class RequestZeROEngine(CheckpointingEngine):
         if self.optimizer._backward_active_depth == 0:
             self.optimizer.clear_backward_seen_flag()
             self.agreement.begin_backward(last=last)
+            if self.zero_optimization_partition_weights():
+                self.agreement.finish_vote()  # before the backward gathers weights
             if not self.update_window.request_open:
                 self.optimizer.begin_request()
         super()._backward_prologue()
@@ -381,6 +397,7 @@ class RequestZeROEngine(CheckpointingEngine):
     @override
     def _backward_epilogue(self) -> None:
         """Reduce what is left, as DeepSpeed does, and count the micro-batch: once per backward, however started."""
+        self.agreement.finish_vote()
         self.update_window.count_micro_batch()
         super()._backward_epilogue()
         self.optimizer.schedule.unfinished = False
@@ -431,13 +448,15 @@ class RequestZeROEngine(CheckpointingEngine):
             options.reduce_gradients_at,
             options.overflow.on_overflow or "skip",
             unequal=options.rank_dependent_micro_batches,
+            abort=options.abort,
         )
         window_options = WindowOptions(
             reduction=time,
             reduces_sums_in=self._choose_communication_dtype(time),
             retain=options.retain_gpu_grad_partition_until_step,
             records_origin=options.overflow.on_overflow == "raise",
-            drops_requests=options.overflow.on_overflow == "drop_request",
+            drops_requests=self._drops_requests,
+            aborts=options.abort,
             fills_absent=options.rank_dependent_parameters,
             compares_weights=options.compare_weights,
         )
@@ -454,7 +473,7 @@ class RequestZeROEngine(CheckpointingEngine):
         if options.rank_agreement:
             names = [built.param_names[param] for param in built.layout.params]
             equal = not options.rank_dependent_micro_batches
-            built.ranks.agree_from_now_on(lambda: built.window, names.__getitem__, equal)
+            built.ranks.agree_from_now_on(lambda: built.window, names.__getitem__, equal, options.abort)
             if self.zero_optimization_partition_weights():
                 watch_gathers(built, built.ranks)
         built.on_unseen_gradient = self._refuse_unscaled

@@ -98,6 +98,11 @@ class OverflowOrigin:
             self._peaks.append((param_ids, torch.full((len(param_ids),), float("inf"))))
             self._squares.append([torch.tensor(float("inf"))] if number >= since else [])
 
+    def go_back(self, requests: int) -> None:
+        """Forget all but the first ``requests`` requests of the window."""
+        self._open.clear()
+        del self._peaks[requests:], self._squares[requests:]
+
     def find(self, window: UpdateWindow) -> None:
         """Exchange the records and build :attr:`message`, while the gradients are still there. Collective."""
         known: list[Any] = [None] * dist.get_world_size()

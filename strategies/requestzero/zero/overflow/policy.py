@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from typing_extensions import override
+
 from requestzero.zero.common import life_cycle
-from requestzero.zero.common.rollback import RequestRollback
+from requestzero.zero.common.norm import cause_of_overflow
 from requestzero.zero.common.window import DroppedRequest
 from requestzero.zero.overflow.loss_scale import reduce_scale
 from requestzero.zero.overflow.origin import OverflowOrigin
@@ -15,17 +17,22 @@ from requestzero.zero.overflow.origin import OverflowOrigin
 class CheckedOptimizer(life_cycle.WindowedOptimizer, Protocol):
     """A windowed optimizer with the parts that the policies need."""
 
-    origin: OverflowOrigin | None
-    rollback: RequestRollback | None
+    @property
+    @override
+    def origin(self) -> OverflowOrigin | None: ...
 
 
 def check_request(optimizer: CheckedOptimizer) -> DroppedRequest | None:
     """Undo the request that has just ended if the window's sum is not finite now. Collective, one host read."""
-    assert optimizer.rollback is not None
     optimizer.sums.refresh_norms()
-    squares, window = optimizer.norm.read_squares(optimizer.window), optimizer.window
-    dropped = optimizer.rollback.check_request(window, squares, lambda: life_cycle.discard(optimizer))
-    optimizer.window = window  # still the same window to who holds it
+    window, rollback = optimizer.window, optimizer.rollback
+    cause = cause_of_overflow(optimizer.norm.read_squares(window))
+    if cause is None:
+        return None
+    micro_batches = window.micro_batches - rollback.before().micro_batches
+    dropped = DroppedRequest(rollback.name(window), micro_batches, cause)
+    life_cycle.undo_request(optimizer)
+    window.dropped.append(dropped)
     return dropped
 
 

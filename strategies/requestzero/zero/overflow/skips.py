@@ -51,6 +51,8 @@ class SkipRecord:
     """Updates that were skipped since the last one that was applied."""
     dropped_requests: int = 0
     """Requests that were left out of their window's update."""
+    aborted_requests: int = 0
+    """Requests that ``abort_request`` has left out."""
     empty: int = 0
     """Windows that were left out because their total weight was zero."""
     recent: deque[SkippedUpdate] = field(default_factory=lambda: deque(maxlen=SKIPS_KEPT))
@@ -73,6 +75,7 @@ class SkipRecord:
         return {
             "consecutive": self.consecutive,
             "dropped_requests": self.dropped_requests,
+            "aborted_requests": self.aborted_requests,
             "empty": self.empty,
             "recent": [asdict(skip) for skip in self.recent],
             "loss_scales": list(self.loss_scales),
@@ -81,7 +84,8 @@ class SkipRecord:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SkipRecord:
         """Return the record that :meth:`state_dict` gave; an empty one for an empty mapping (DeepSpeed's own)."""
-        record = cls(state.get("consecutive", 0), state.get("dropped_requests", 0), state.get("empty", 0))
+        counts = ("consecutive", "dropped_requests", "aborted_requests", "empty")
+        record = cls(**{name: state.get(name, 0) for name in counts})
         record.recent.extend(SkippedUpdate(**skip) for skip in state.get("recent", ()))
         record.loss_scales.extend((attempted, scale) for attempted, scale in state.get("loss_scales", ()))
         return record

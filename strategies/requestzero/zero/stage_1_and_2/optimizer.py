@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from typing_extensions import override
 
-from requestzero.zero.common import life_cycle
+from requestzero.zero.common import life_cycle, obstacles
 from requestzero.zero.common.scale import StepScale, unscale_and_clip
 from requestzero.zero.common.window import DroppedRequest, UpdateWindow
 from requestzero.zero.common.window_options import WindowOptions
@@ -55,8 +55,8 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         self.window, self.scale, self.loss_scale_exhausted = UpdateWindow(), StepScale(), False
         self._parts: OptimizerParts | None = None
         super().__init__(*args, **kwargs)
-        options = window_options or WindowOptions()
-        self._own(build_parts(self, options, lambda: self.window.is_open, self.reduces_after_backward))
+        self.window_options = window_options or WindowOptions()
+        self._own(build_parts(self, self.window_options, lambda: self.window.is_open, self.reduces_after_backward))
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's optimizer that DeepSpeed's class does not have."""
@@ -118,14 +118,21 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
 
     def _add_to_window(self, param: Any, unseen: bool) -> None:
         """Prepare the window for a gradient; add it to those of the rank where they wait for a later reduction."""
-        if self.rollback is not None:
-            self.rollback.save_sums()
+        if unseen and not self.rollback.is_open:
+            self._open_unseen_request()
         self._unseen |= unseen
         if not self.schedule.in_every_backward:
             self.schedule.pending = True
             self.schedule.unfinished |= not unseen
             if not unseen or self.use_grad_accum_attribute:
                 self.local.accumulate(param)  # else ``module.zero_grad()`` takes it back
+
+    def _open_unseen_request(self) -> None:
+        """Begin a request with a backward that the engine does not see, in the middle of it."""
+        if self.schedule.at_next_request and self.schedule.pending:
+            self.rollback.obstacle = obstacles.UNSEEN  # what waits cannot be reduced here, and is added to
+        else:
+            self.open_request()
 
     @property
     def has_unseen_gradients(self) -> bool:
@@ -183,19 +190,43 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
                 self._reduce(self.reduction.reduce_local)
             finally:
                 self.set_gradient_accumulation_boundary(saved)
-            self.sums.end_request()
+            self.sums.end_request(undoable=self._undoes_requests)
             self._expose_sums()
 
     def begin_request(self) -> None:
-        """Decide anew whether gradients may wait. Collective with ``reduce_gradients_at="auto"`` at stage 2."""
+        """Decide anew whether gradients may wait. Collective with ``reduce_gradients_at="auto"`` at stage 2.
+
+        Also collective where :meth:`open_request` is, unless that was called.
+        """
         if self.schedule.gives_up():
-            self.reduce_pending()
+            with self.rollback.suspended():
+                self.reduce_pending()
             self.schedule.give_up()
+        self.open_request()
+
+    def open_request(self) -> None:
+        """Let what came before be there to stay, unless a request is open. Collective at stage 1 with ``abort``."""
+        if self.rollback.is_open:
+            return
+        unseen = self._unseen
+        if self.schedule.at_next_request:
+            with self.rollback.suspended():
+                self.reduce_pending()
+        if self.window_options.aborts:
+            self.sums.end_request()
+        self.rollback.begin_request()
+        if unseen and self.schedule.at_next_request:
+            self.rollback.obstacle = obstacles.UNSEEN
+
+    @property
+    def _undoes_requests(self) -> bool:
+        """True if a request may be undone after its end."""
+        return self.window_options.aborts or self.window_options.drops_requests
 
     def end_request(self) -> None:
         """Bring the sums to where they are kept between requests (this rank only)."""
         if not self.schedule.pending:
-            self.sums.end_request()
+            self.sums.end_request(undoable=self._undoes_requests)
         self._unseen = False
         self.window.end_request()
 
@@ -362,8 +393,35 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
     def check_request(self) -> DroppedRequest | None:
         """Undo the request that has just ended if the window's sum is not finite now (collective, one host read)."""
         dropped = policy.check_request(self)
+        if dropped is None and not self.window_options.aborts:
+            self.sums.end_request()
         self._expose_sums()
         return dropped
+
+    @property
+    def abort_obstacle(self) -> str:
+        """The reason for which the request at hand cannot be undone; empty where it can."""
+        rollback = self.rollback
+        if rollback.is_first or rollback.is_next(self.window):
+            return ""
+        if rollback.is_lost or (self.schedule.mixes_requests and self._has_gradients_of_request()):
+            return obstacles.NO_COPY
+        return rollback.obstacle
+
+    def _has_gradients_of_request(self) -> bool:
+        """Return whether the request at hand has brought any."""
+        came = self.window.micro_batches > self.rollback.before().micro_batches
+        return came or self.schedule.unfinished or self.has_unseen_gradients
+
+    def abort_request(self) -> None:
+        """Undo the request at hand, which has no :attr:`abort_obstacle` (this rank only)."""
+        if not (self.schedule.mixes_requests or self.rollback.is_next(self.window)):
+            self.reduction.abandon()
+            self.schedule.pending = self.schedule.unfinished = False
+        life_cycle.undo_request(self)
+        self._backward_active_depth = 0
+        self._unseen = False
+        self._expose_sums()
 
     # --- what users read and write ----------------------------------------------------------------------------------
 
@@ -399,6 +457,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
     def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
         """Note that a user has set a gradient, which is when DeepSpeed calls this. Reads nothing."""
         self.sums.note_edit()
+        self.rollback.obstacle = obstacles.EDITED
         if self.origin is not None:
             self.origin.note_edit()
 

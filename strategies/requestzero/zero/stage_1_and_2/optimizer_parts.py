@@ -44,7 +44,7 @@ class OptimizerParts:
     divisor: StepDivisor
     norm: StepNorm
     origin: OverflowOrigin | None
-    rollback: RequestRollback | None
+    rollback: RequestRollback
     written: WrittenWeights
     fragments: dict[int, GradientFragments]
     """By group: where ``safe_get_full_grad`` and ``safe_set_full_grad`` find gradients."""
@@ -72,7 +72,7 @@ def build_parts(
     local = LocalGradients(optimizer.gradient_accumulation_dtype)
     schedule = _schedule(optimizer, options, layout, local, ranks)
     origin = OverflowOrigin(sums, names) if options.records_origin else None
-    rollback = RequestRollback(sums.accumulators) if options.drops_requests else None
+    rollback = RequestRollback(sums.accumulators, copies=options.drops_requests or options.aborts)
     reduction = _build_reduction(optimizer, layout, ranks, sums, local, schedule, reduces, options, rollback)
     if origin is not None:
         reduction.observers.append(origin.record)
@@ -188,12 +188,11 @@ def _build_reduction(
     schedule: ReductionSchedule,
     reduces: Callable[[], bool],
     options: WindowOptions,
-    rollback: RequestRollback | None,
+    rollback: RequestRollback,
 ) -> GradientReduction:
     def before_first() -> None:
         sums.wait_for_copies()
-        if rollback is not None:  # a rank may reduce what other ranks have, without a gradient of its own
-            rollback.save_sums()
+        rollback.save_sums()
 
     collective = BucketCollective(
         ReductionOptions(

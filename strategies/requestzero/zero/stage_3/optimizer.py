@@ -13,7 +13,7 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from typing_extensions import override
 
-from requestzero.zero.common import life_cycle
+from requestzero.zero.common import life_cycle, obstacles
 from requestzero.zero.common.reduction_schedule import reducing_always
 from requestzero.zero.common.scale import StepScale, unscale_and_clip
 from requestzero.zero.common.streams import current_stream, has_streams, keep_alive
@@ -53,7 +53,8 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.on_unseen_gradient: Callable[[], None] = lambda: None
         """Called for every gradient of a backward that the engine does not see."""
         super().__init__(*args, **kwargs)
-        self._own(build_parts(self, window_options or WindowOptions()))
+        self.window_options = window_options or WindowOptions()
+        self._own(build_parts(self, self.window_options))
 
     def _own(self, parts: OptimizerParts) -> None:
         self.layout, self.ranks, self.sums = parts.layout, parts.ranks, parts.sums
@@ -67,6 +68,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
         """Put a gradient into its bucket, unless it is there already; the bucket is reduced before if it is full."""
         if self._backward_active_depth == 0 and torch._C._current_graph_task_id() != -1:
+            self.rollback.begin_request()
             self.on_unseen_gradient()
         if self.reduction.gradient_arrived(param, self.ipg_buckets[self.get_param_comm_dtype(param)]):
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
@@ -119,7 +121,12 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return True
 
     def begin_request(self) -> None:
-        """Do nothing, likewise."""
+        """See :meth:`open_request`."""
+        self.open_request()
+
+    def open_request(self) -> None:
+        """Let what came before be there to stay, unless a request is open (this rank only)."""
+        self.rollback.begin_request()
 
     def reduce_pending(self) -> None:
         """Do nothing, likewise."""
@@ -266,6 +273,20 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Undo the request that has just ended if the window's sum is not finite now (collective, one host read)."""
         return policy.check_request(self)
 
+    @property
+    def abort_obstacle(self) -> str:
+        """The reason for which the request at hand cannot be undone; empty where it can."""
+        if self.rollback.is_first or self.rollback.is_next(self.window):
+            return ""
+        return obstacles.NO_COPY if self.rollback.is_lost else self.rollback.obstacle
+
+    def abort_request(self) -> None:
+        """Undo the request at hand, which has no :attr:`abort_obstacle` (this rank only)."""
+        if not self.rollback.is_next(self.window):
+            self.reduction.abandon()
+        life_cycle.undo_request(self)
+        self._backward_active_depth = 0
+
     @override
     def destroy(self) -> None:
         """Give up views of the sum first, which DeepSpeed would free as if they were memory of their own."""
@@ -321,6 +342,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _note_edit(self) -> None:
         self.sums.note_change()
+        self.rollback.obstacle = obstacles.EDITED
         if self.origin is not None:
             self.origin.note_edit()
 

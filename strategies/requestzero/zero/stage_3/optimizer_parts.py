@@ -29,7 +29,7 @@ class OptimizerParts:
     divisor: StepDivisor
     norm: StepNorm
     origin: OverflowOrigin | None
-    rollback: RequestRollback | None
+    rollback: RequestRollback
 
 
 def build_parts(optimizer: DeepSpeedZeroOptimizer_Stage3, options: WindowOptions) -> OptimizerParts:
@@ -49,8 +49,8 @@ def build_parts(optimizer: DeepSpeedZeroOptimizer_Stage3, options: WindowOptions
     sums = _build_sums(optimizer, layout, names)
     divisor = StepDivisor(ranks.size, _mean_to_sum(optimizer))
     origin = OverflowOrigin(sums, names) if options.records_origin else None
-    rollback = RequestRollback([sums]) if options.drops_requests else None
-    reduction = BucketReduction(layout, optimizer.ipg_buckets, ranks, None if rollback is None else rollback.save_sums)
+    rollback = RequestRollback([sums], copies=options.drops_requests or options.aborts)
+    reduction = BucketReduction(layout, optimizer.ipg_buckets, ranks, rollback.save_sums)
     if origin is not None:
         reduction.observers.append(origin.record)
     norm = StepNorm(sums, divisor, ranks, refuses_unused=False, average_expert_norms=None)

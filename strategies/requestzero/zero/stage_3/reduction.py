@@ -34,7 +34,7 @@ class BucketReduction:
         layout: ShardLayout,
         buckets: Mapping[torch.dtype, Any],
         ranks: Ranks,
-        before_first: Callable[[], None] | None,
+        before_first: Callable[[], None],
     ) -> None:
         self._layout, self._buckets, self._ranks, self._before_first = layout, buckets, ranks, before_first
         self.observers: list[Observer] = []
@@ -53,8 +53,7 @@ class BucketReduction:
             return False
         if not self.has_begun:
             self.has_begun = True
-            if self._before_first is not None:
-                self._before_first()
+            self._before_first()
         if param.grad is not None:
             for observe in self.observers:
                 observe(self._layout.id_of(param), param, param.grad)

@@ -174,6 +174,11 @@ class ShardSums:
 
     # --- going back -------------------------------------------------------------------------------------------------
 
+    @property
+    def keeps_last_end(self) -> bool:
+        """False: the sum stands in one place."""
+        return False
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensor that holds the sum."""
         return [self._buffer()]

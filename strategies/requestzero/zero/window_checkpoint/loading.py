@@ -37,7 +37,7 @@ def load(optimizer: CheckpointedOptimizer, folder: Path, saved: SavedWindow) -> 
             optimizer.sums.load(sums, rank, unused)
     if optimizer.origin is not None and rank.origin is not None:
         optimizer.origin.load(rank.origin, rank.requests)
-    if optimizer.rollback is not None and saved.has_sums:
+    if saved.has_sums:
         optimizer.rollback.remember(optimizer.window)
 
 

@@ -37,7 +37,7 @@ class CheckpointedOptimizer(Protocol):
     ranks: Ranks
     gradient_accumulation_dtype: torch.dtype
     origin: OverflowOrigin | None
-    rollback: RequestRollback | None
+    rollback: RequestRollback
 
     @property
     def sums(self) -> CheckpointedSums: ...

@@ -94,13 +94,21 @@ class Accumulator(ABC):
     def discard(self) -> None:
         """Forget the sum: the window is over."""
 
+    @property
+    def keeps_last_end(self) -> bool:
+        """True if :meth:`go_back` needs no copy of :meth:`tensors`, since the sum stands elsewhere too."""
+        return False
+
     @abstractmethod
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that hold the sum now."""
 
     @abstractmethod
     def go_back(self, saved: Sequence[torch.Tensor], state: Any) -> None:
-        """Make the sum what it was when ``saved`` were copies of :meth:`tensors` and ``state`` was :meth:`state`."""
+        """Make the sum what it was when ``saved`` were copies of :meth:`tensors` and ``state`` was :meth:`state`.
+
+        ``saved`` is of no use where the sum :attr:`keeps_last_end`.
+        """
 
     @abstractmethod
     def state(self) -> Any:

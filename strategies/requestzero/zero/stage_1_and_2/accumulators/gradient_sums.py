@@ -86,10 +86,22 @@ class GradientSums:
         """Note the bytes on the accelerator, which are most before a release."""
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
-    def end_request(self) -> None:
-        """Bring the sums to where they are kept between requests."""
+    def end_request(self, undoable: bool = False) -> None:
+        """Bring the sums to where they are kept between requests.
+
+        Args:
+            undoable: the request may be undone yet: a sum that :attr:`~Accumulator.keeps_last_end` stays, and its norm
+                is computed.
+        """
         for each in self.accumulators:
-            each.end_request()
+            if undoable and each.keeps_last_end:
+                each.refresh_norm()
+            else:
+                each.end_request()
+        if not undoable:
+            self._release()
+
+    def _release(self) -> None:
         releasable = [each for each in self._offloaded if each.can_release]
         keep = bool(releasable) and self._retention.keeps()
         for each in releasable:

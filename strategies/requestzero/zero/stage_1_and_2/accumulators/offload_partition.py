@@ -129,7 +129,7 @@ class PartitionAccumulator(OffloadAccumulator):
     def can_release(self) -> bool:
         """True if the host gradient can give the partition back: not with 16-bit masters, which have rounded it."""
         unchanged = self.state_of_partition in (PartitionState.CLEAN, PartitionState.PREFETCHED)
-        return unchanged and self.host().dtype == self.dtype
+        return unchanged and self.keeps_last_end
 
     def keep(self) -> None:
         """Leave the partition on the device."""
@@ -152,12 +152,23 @@ class PartitionAccumulator(OffloadAccumulator):
 
     @override
     def refresh_norm(self) -> None:
+        """Leave the host gradient as it is where it can: a request that is undone has to find it there."""
+        if self.state_of_partition is PartitionState.DIRTY and self.keeps_last_end:
+            partition = self._resident()
+            partition.wait()
+            self._square_norm = self._square(partition.flat, self.group.owned)
+            return
         self.end_request()
         self.copies.wait()
         if self._edited:
             self._square_norm = self._square(self.host(), self.group.owned)
             if self._square_norm is not None:
                 self._square_norm = self._square_norm.to(get_accelerator().current_device_name())
+
+    @override
+    def complete(self) -> None:
+        self.end_request()
+        self.refresh_norm()
 
     @override
     def squared_norm(self) -> torch.Tensor | None:
@@ -194,6 +205,12 @@ class PartitionAccumulator(OffloadAccumulator):
         """True if the partition on the device is the sum, and not only a copy that was prefetched."""
         return self.state_of_partition in (PartitionState.CLEAN, PartitionState.DIRTY)
 
+    @property
+    @override
+    def keeps_last_end(self) -> bool:
+        """True if the host gradient holds the same values: not with 16-bit masters, which have rounded them."""
+        return self.host().dtype == self.dtype
+
     @override
     def tensors(self) -> list[torch.Tensor]:
         self.copies.wait()
@@ -201,12 +218,18 @@ class PartitionAccumulator(OffloadAccumulator):
 
     @override
     def state(self) -> Any:
+        self.end_request()  # a user may have set a gradient since
         return self.holds_sum_on_device, set(self._used), self._square_norm, self._edited
 
     @override
     def go_back(self, saved: Sequence[torch.Tensor], state: Any) -> None:
         on_device, used, self._square_norm, self._edited = state
         self._used = set(used)
+        if self.keeps_last_end:
+            if self.state_of_partition is PartitionState.DIRTY:
+                self._free()
+                self.state_of_partition = PartitionState.ON_HOST
+            return
         self.copies.wait()
         (before,) = saved
         if on_device:

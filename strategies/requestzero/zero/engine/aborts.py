@@ -1,0 +1,140 @@
+"""Requests that are left out of their window on request: ``abort_request``, and the block of a request."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from requestzero.data.micro_batch import RequestId
+from requestzero.errors import AbortRequest, RankDisagreementError
+from requestzero.zero.common.rollback import RequestState
+from requestzero.zero.engine.checkpoints import CheckpointingEngine
+
+logger = logging.getLogger("requestzero")
+
+
+class AbortingEngine(CheckpointingEngine):
+    """Undoes the request at hand; those before it stay in the window, bit for bit."""
+
+    @abstractmethod
+    def end_request(self) -> None:
+        """End the open request."""
+
+    def abort_request(self, reason: str) -> None:
+        """Leave the request at hand out of its window, as if it had never come. Collective.
+
+        That is the one that is announced or open, between its micro-batches or in a backward that an exception has
+        ended on all ranks; or the last one that has ended, until another begins or the window is read for a step. What
+        it has added to sums, counts, weights, names and records is undone; the random number generators are left alone.
+        Also to be called where a backward has raised :class:`~requestzero.AbortRequest` outside of a block.
+
+        Args:
+            reason: for the log, where it is told once, with the request's name and the ranks.
+
+        Raises:
+            RuntimeError: there is no such request, or it cannot be undone; then nothing has changed.
+            RankDisagreementError: another rank does something else. With the option ``abort`` a rank may be before the
+                next backward of the request, or at the end of its block: it raises ``AbortRequest`` there.
+        """
+        problem = self._abort_problem()
+        if problem:
+            raise RuntimeError(f"abort_request({reason!r}) is not possible: {problem}.")
+        reasons = self.agreement.abort(reason)
+        window, rollback = self.update_window, self.optimizer.rollback
+        name = rollback.name(window)
+        self.optimizer.abort_request()
+        self._forget_backward()
+        self._skips.aborted_requests += 1
+        if self.global_rank == 0:
+            told = "" if name is None else f" {name!r}"
+            logger.warning(
+                "Aborted request%s: left out of update %d (%s).", told, self.attempted_updates + 1, describe(reasons)
+            )
+
+    def _forget_backward(self) -> None:
+        """Be between requests again, for DeepSpeed too: a step may follow."""
+        self.optimizer.clear_backward_seen_flag()
+        self._manual_backward_expected = False
+        self._unmanaged_backward_count = 0
+        if self._is_gradient_accumulation_boundary is False:
+            self.set_gradient_accumulation_boundary(True)
+
+    def _abort_problem(self) -> str:
+        """Return why no request can be aborted now; empty where one can."""
+        optimizer = self.optimizer
+        if optimizer.rollback.state is RequestState.NONE:
+            return (
+                "no request has begun since the last step, abort or zero_grad(), or the window is about to be applied"
+            )
+        return optimizer.abort_obstacle
+
+    @property
+    def can_abort(self) -> bool:
+        """True if :meth:`abort_request` could undo the request at hand; false also where there is none."""
+        return not self._abort_problem()
+
+    @contextmanager
+    def request(
+        self,
+        request_id: RequestId = None,
+        *,
+        micro_batches: int | None = None,
+        window_end: bool | None = None,
+        once: bool = False,
+    ) -> Iterator[None]:
+        """Make the backwards in the block one request, which ends with the block, and after which a step may come.
+
+        Collective at its begin and end. To reduce with its last backward, and not after it, call
+        ``set_gradient_accumulation_boundary(True)`` before that.
+
+        :class:`~requestzero.AbortRequest` aborts the request and does not leave the block: the program goes on behind
+        it. Any other exception aborts it as well and is raised again. Without the option ``abort`` the other ranks are
+        told of it first, so that all of them raise unless they have failed alike.
+
+        Args:
+            request_id: as for :meth:`begin_request`.
+            micro_batches: likewise.
+            window_end: likewise.
+            once: likewise.
+
+        Raises:
+            RuntimeError: ``AbortRequest`` was raised and the request cannot be aborted.
+            RankDisagreementError: another rank does something else.
+        """
+        self.begin_request(request_id, micro_batches=micro_batches, window_end=window_end, once=once)
+        self.set_gradient_accumulation_boundary(False)
+        with self.aborting():
+            yield
+            self.agreement.end_block()
+        self.end_request()
+        self.set_gradient_accumulation_boundary(True)  # where a step is possible
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Abort the request at hand for an exception that leaves the block, see :meth:`request`."""
+        try:
+            yield
+        except AbortRequest as error:
+            self.abort_request(str(error))
+        except RankDisagreementError:
+            raise
+        except Exception as error:
+            if not (self.options.abort and self.can_abort):
+                self.fail(error)  # returns where all ranks have failed alike
+            if self.can_abort:
+                self.abort_request(f"{type(error).__name__}: {error}")
+            raise
+
+
+def describe(reasons: list[str | None]) -> str:
+    """Return the reasons of all ranks in one line; ``None`` where a rank had none of its own.
+
+    Args:
+        reasons: by rank.
+    """
+    given = [reason for reason in dict.fromkeys(reasons) if reason is not None]
+    if len(given) == 1 and None not in reasons:
+        return given[0] if len(reasons) == 1 else f"all ranks: {given[0]}"
+    return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)

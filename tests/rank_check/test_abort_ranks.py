@@ -1,0 +1,142 @@
+"""A request that one rank aborts: all ranks learn of it before they reduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from support.engines import build, masters
+from support.logs import logged_by
+from support.rank_scenarios import outcome
+from support.ranks import RankGroup
+from support.setup import Setup
+from support.stage_3 import GATHERED
+from support.updates import assert_sums, difference
+from support.windows import ALL, Micro, backward
+
+ABORT = {"requestzero": {"abort": True}}
+
+
+def one_rank_fails(setup: Setup, place: str, rank: int) -> tuple[list[str], str]:
+    """The second request fails on one rank; returns the log, and what has left the block there."""
+    import deepspeed.comm as dist
+
+    engine = build(setup)
+    start, raised = masters(engine), ""
+    with logged_by("requestzero") as messages:
+        for number in range(3):
+            try:
+                with engine.request(f"r{number}", micro_batches=2):
+                    run_micro_batches(engine, number, place if number == 1 and dist.get_rank() == rank else "")
+            except KeyError as error:
+                raised = str(error)
+    engine.step()
+    assert_sums(difference(start, masters(engine)), [Micro(ALL, seed) for seed in (0, 10, 2, 12)])
+    assert engine.aborted_requests == 1
+    engine.destroy()
+    return messages, raised
+
+
+def run_micro_batches(engine: Any, number: int, place: str) -> None:
+    for part in range(2):
+        if place == f"data {part}":
+            raise KeyError("no data")
+        backward(engine, Micro(ALL, number + 10 * part, request_end=False))
+    if place == "end":
+        raise KeyError("too late")
+
+
+SETUPS = [
+    Setup(config=ABORT),
+    Setup(stage=1, config=ABORT),
+    Setup(offload=True, model="bf16", config=ABORT),
+    Setup(stage=3, model="bf16", zero=GATHERED, config=ABORT),
+]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize(("place", "rank"), [("data 0", 1), ("data 1", 0), ("end", 1)])
+def test_a_failure_on_one_rank_aborts_the_request_on_all(
+    two_ranks: RankGroup, setup: Setup, place: str, rank: int
+) -> None:
+    results = two_ranks.run(one_rank_fails, setup, place, rank)
+    text = "'too late'" if place == "end" else "'no data'"
+    assert [raised for _, raised in results] == [text if each == rank else "" for each in (0, 1)]
+    assert results[0][0] == [f"Aborted request 'r1': left out of update 1 (rank {rank}: KeyError: {text})."]
+
+
+def without_a_block(setup: Setup) -> str:
+    """A backward of the other rank raises, and the program has to call ``abort_request``."""
+    import deepspeed.comm as dist
+
+    from requestzero import AbortRequest
+
+    engine = build(setup)
+    engine.begin_request("r")
+    if dist.get_rank() == 0:
+        engine.abort_request("bad data")
+        text = ""
+    else:
+        with pytest.raises(AbortRequest) as error:
+            backward(engine, Micro(ALL, 1))
+        text = str(error.value)
+        with pytest.raises(RuntimeError, match=r"call engine\.abort_request"):
+            engine.begin_request("next")
+        engine.abort_request("as the other rank")
+    backward(engine, Micro(ALL, 2))
+    assert engine.update_window.micro_batches == 1
+    engine.destroy()
+    return text
+
+
+def test_a_backward_raises_for_another_ranks_abort(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(without_a_block, Setup(config=ABORT)) == ["", "rank 0: bad data"]
+
+
+def run_out_of_memory(_: torch.Tensor) -> None:
+    raise MemoryError("in the backward")
+
+
+def fails_inside_a_backward(engine: Any) -> None:
+    """One rank raises as its last gradient comes, within the block of its request."""
+    import deepspeed.comm as dist
+
+    with engine.request("r"):
+        if dist.get_rank() == 1:
+            engine.module.layers[0].weight.register_hook(run_out_of_memory)
+        backward(engine, Micro(ALL, 1))
+
+
+def test_a_failure_inside_a_backward_on_one_rank_says_what_to_do(two_fresh_ranks: RankGroup) -> None:
+    outcomes = two_fresh_ranks.run(outcome, fails_inside_a_backward, setup=Setup(config=ABORT))
+    assert {each.error for each in outcomes} == {"RankDisagreementError"}, outcomes
+    text = outcomes[0].text
+    assert text == outcomes[1].text
+    assert "rank 0: reduces the gradients of micro-batch 1 of request 'r'" in text
+    assert "rank 1: aborts request 'r' after micro-batch 0: MemoryError: in the backward" in text
+    assert text.endswith("restart from the last checkpoint.")
+
+
+def comparisons(setup: Setup) -> list[int]:
+    """Rounds of a window of two announced requests of two micro-batches, and its step, once the order is known."""
+    engine = build(setup)
+    for _ in range(2):
+        before = engine.agreement._channel.rounds
+        for number in range(2):
+            engine.begin_request(number, micro_batches=2, window_end=number == 1)
+            for part in range(2):
+                backward(engine, Micro(ALL, number, request_end=part == 1))
+        engine.step()
+        rounds = engine.agreement._channel.rounds - before
+    engine.destroy()
+    return rounds
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_vote_costs_one_comparison_per_micro_batch_and_nothing_without_the_option(
+    two_ranks: RankGroup, stage: int
+) -> None:
+    assert two_ranks.run(comparisons, Setup(stage=stage)) == [2, 2]
+    assert two_ranks.run(comparisons, Setup(stage=stage, config=ABORT)) == [6, 6]
