@@ -6,10 +6,6 @@ NO_COPY = (
     "its gradients are in the window's sum already, and the sum before it was not copied: set the option abort "
     "(requestzero.abort in a DeepSpeed config) to true"
 )
-EDITED = (
-    "a gradient was set (safe_set_full_grad) since it began, which cannot be told apart from what was there: set "
-    "gradients right before the step"
-)
 UNSEEN = (
     "a backward that the engine does not see has come between two requests, and its gradients have been added to those "
     "of the request before: announce every request with begin_request(), or start backwards with engine.backward(loss)"

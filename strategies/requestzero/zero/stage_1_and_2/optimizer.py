@@ -457,7 +457,6 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
     def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
         """Note that a user has set a gradient, which is when DeepSpeed calls this. Reads nothing."""
         self.sums.note_edit()
-        self.rollback.obstacle = obstacles.EDITED
         if self.origin is not None:
             self.origin.note_edit()
 

@@ -342,7 +342,6 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _note_edit(self) -> None:
         self.sums.note_change()
-        self.rollback.obstacle = obstacles.EDITED
         if self.origin is not None:
             self.origin.note_edit()
 
