@@ -12,6 +12,7 @@ import torch
 
 from support.accelerate_loops import Loop, data, make_accelerator, make_optimizer, weights
 from support.accelerate_state import fresh
+from support.checkpoint_tool import inspected
 from support.models import RowWeight
 from support.ranks import RankGroup
 from support.scripts import finish, start_module
@@ -52,6 +53,7 @@ def test_two_ranks_and_then_one(two_ranks: RankGroup, one_rank: RankGroup, tmp_p
         start_module("deepspeed.checkpoint.ds_to_universal", *folders, "--inject_missing_state", DS_ACCELERATOR="cpu")
     )
     loading = {**plugin, "hf_ds_config": {**KEEP_OPTIMIZER, "checkpoint": {"load_universal": True}}}
+    assert one_rank.run(inspected, saved) == [("Accelerate", 2, 2, 4, True)]
     for options, folder in ((loading, universal), (plugin, saved)):
         for found in one_rank.run(go_on, options, folder, None, range(4, 6)):
             assert found == [pytest.approx(expected, rel=1e-6) for expected in whole[4:]]

@@ -162,13 +162,17 @@ def test_a_yaml_file_and_grad_norm_without_clipping(two_ranks: RankGroup, tmp_pa
     assert all(norm > 0 and math.isfinite(norm) for _, norm, _ in found["logs"])
 
 
-def test_a_resumed_run_ends_as_the_uninterrupted_one(two_ranks: RankGroup, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_as_the_uninterrupted_one(two_ranks: RankGroup, one_rank: RankGroup, tmp_path: Path) -> None:
+    """On as many ranks, and on one with as many samples per update."""
     saving = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
     whole = two_ranks.run(train, 2, 2, OFFLOAD, updates=4, **saving)
     resumed = two_ranks.run(train, 2, 2, OFFLOAD, updates=4, resume=str(tmp_path / "checkpoint-2"))
     for expected, got in zip(whole, resumed, strict=True):
         assert torch.equal(expected["weights"], got["weights"])
         assert expected["applied"] == got["applied"] == 4
+    (alone,) = one_rank.run(train, 2, 4, OFFLOAD, updates=4, resume=str(tmp_path / "checkpoint-2"))
+    assert alone["applied"] == 4
+    assert close(alone["weights"], whole[0]["weights"])
 
 
 def divided_twice() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.checkpoint_tool import command
 from support.ranks import RankGroup
 from support.setup import Setup
 from support.shared_data import run_rows
@@ -48,15 +47,6 @@ def uninterrupted(setup: Setup) -> list[torch.Tensor]:
     found = masters(engine)
     engine.destroy()
     return found
-
-
-def command(*arguments: str) -> tuple[int, str, str]:
-    """Run the command; its exit status, standard output and standard error."""
-    from requestzero.checkpoint.__main__ import main
-
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
-        status = main(list(arguments))
-    return status, out.getvalue(), error.getvalue()
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -129,10 +119,11 @@ def test_what_a_checkpoint_holds(saved: Any, one_rank: RankGroup, tmp_path: Path
     assert_weights(one_rank, folder, weights, tmp_path)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("damage", ["cut", "bit", "missing"])
-def test_what_is_damaged_is_found(saved: Any, damage: str, one_rank: RankGroup, tmp_path: Path) -> None:
+def test_what_is_damaged_is_found(saved: Any, damage: str, rank: int, one_rank: RankGroup, tmp_path: Path) -> None:
     folder = shutil.copytree(saved[1], tmp_path / "copy")
-    (file,) = folder.glob("*/bf16_zero_pp_rank_1_*optim_states.pt")
+    (file,) = folder.glob(f"*/bf16_zero_pp_rank_{rank}_*optim_states.pt")
     content = file.read_bytes()
     if damage == "cut":
         file.write_bytes(content[: len(content) // 2])

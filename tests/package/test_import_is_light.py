@@ -72,6 +72,7 @@ def import_effects(module: str, before: str = "") -> dict[str, Any]:
         "requestzero.config.options",
         "requestzero.data.micro_batch",
         "requestzero.doctor",
+        "requestzero.checkpoint",
     ],
 )
 def test_light_modules_load_nothing_heavy_and_change_nothing(module: str) -> None:

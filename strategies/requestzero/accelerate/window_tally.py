@@ -68,10 +68,13 @@ class WindowTally:
 
         Args:
             steps: Accelerate's ``gradient_accumulation_steps``.
+
+        Raises:
+            ValueError: another number of ranks has begun the window.
         """
         if self.divided:
             return 1
-        kept = self.window.micro_batches
+        kept = self.window.divisor_of_mean()
         if self.marked:
             return max(1, kept)
         count = self.blocks or steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import zipfile
 from collections.abc import Iterator
@@ -14,7 +14,9 @@ from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, ZERO_STAGE
 
 from requestzero.checkpoint.location import Location
 from requestzero.checkpoint.single_file import LIGHTNING_KEY
-from requestzero.zero.checkpoint.files import is_universal, optimizer_files, read_states
+from requestzero.zero.checkpoint.files import is_universal, read_states
+from requestzero.zero.window_checkpoint.record import SavedWindow
+from requestzero.zero.window_checkpoint.sums import reading
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,13 @@ def read_contents(source: Location, checksums: bool = False) -> Contents:
 
 
 def _problems(source: Location, states: dict[str, Any], checksums: bool) -> Iterator[str]:
-    files = source.model_files()
+    files, ranks = source.model_files(), int(states["dp_world_size"])
+    if any("zero_pp_rank" in file.name for file in files) and len(files) != ranks:  # at stage 3
+        yield f"model states of {len(files)} ranks, where {ranks} have saved"
     if not is_universal(source.folder):
-        try:
-            optimizer = optimizer_files(source.folder)
-        except FileNotFoundError as error:
-            yield str(error)
-            optimizer = []
-        if len(optimizer) != (wanted := int(states["dp_world_size"])) and optimizer:
-            yield f"optimizer states of {len(optimizer)} ranks, where {wanted} have saved"
+        optimizer = _optimizer_files(source.folder)
+        if len(optimizer) != ranks:
+            yield f"optimizer states of {len(optimizer)} ranks, where {ranks} have saved"
         files += optimizer
     for file in [*files, *sorted((source.folder / "zero").rglob("*.pt"))]:
         if (problem := _damage(file, checksums)) is not None:
@@ -121,13 +121,18 @@ def _damage(file: Path, checksums: bool) -> str | None:
 
 
 def _stage(folder: Path) -> int | None:
+    """Return the stage as a file says that can be read."""
     universal = folder / "zero" / "optimizer_state.pt"
-    files = [universal] if universal.is_file() else optimizer_files(folder)
-    if not files:
-        return None
-    states = read_states(files[0])
-    stage = states.get(OPTIMIZER_STATE_DICT, states).get(ZERO_STAGE, states.get(ZERO_STAGE))
-    return None if stage is None else int(stage)
+    for file in [universal] if universal.is_file() else _optimizer_files(folder):
+        with contextlib.suppress(OSError):
+            states = read_states(file)
+            stage = states.get(OPTIMIZER_STATE_DICT, states).get(ZERO_STAGE, states.get(ZERO_STAGE))
+            return None if stage is None else int(stage)
+    return None
+
+
+def _optimizer_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*optim_states.pt"))
 
 
 def _front_end(source: Location, states: dict[str, Any]) -> str:
@@ -144,8 +149,13 @@ def _window(folder: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: it cannot be read, or a rank's sums are missing.
     """
-    file = folder / "requestzero_window.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    saved = SavedWindow.read(folder)
+    if saved is None:
+        return None
+    if saved.has_sums:
+        with reading(folder, saved.data_parallel_ranks):
+            pass
+    return asdict(saved)
 
 
 def _window_line(window: dict[str, Any] | None) -> str:

@@ -72,4 +72,5 @@ def _check_optimizer(source: Location) -> None:
 def _copy_beside(source: Location, target: Path) -> None:
     """Copy what lies beside the tag's folder, other checkpoints left out."""
     others = [path.name for path in source.root.iterdir() if path.is_dir() and model_files(path)]
+    others += [path.name for path in source.root.glob(".requestzero_*")]  # a save that did not come to its end
     shutil.copytree(source.root, target, ignore=lambda folder, names: others if Path(folder) == source.root else [])

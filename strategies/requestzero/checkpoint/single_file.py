@@ -45,6 +45,9 @@ def write_weights(source: Location, file: Path) -> None:
 def _write_lightning(source: Location, file: Path) -> dict[str, Any]:
     from requestzero.lightning.single_file import to_single_file
 
-    to_single_file(source.root, file)
-    weights: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)["state_dict"]
+    whole = file.with_name(f"{file.name}.ckpt") if file.suffix == ".safetensors" else file  # torch goes by the name
+    to_single_file(source.root, whole)
+    weights: dict[str, Any] = torch.load(whole, map_location="cpu", weights_only=False)["state_dict"]
+    if whole != file:
+        whole.unlink()
     return weights

@@ -68,6 +68,8 @@ class UpdateWindow:
     """Requests whose end the overflow policy has seen."""
     dropped: list[DroppedRequest] = field(default_factory=list)
     """Requests that were left out, in order; the counts above are without them."""
+    shared_out: bool = False
+    """True if another number of ranks has begun the window: the micro-batches of one rank are no divisor then."""
 
     reported_weights = renamed_attribute("reported_weights", "weights.reported")
     host_weight = renamed_attribute("host_weight", "weights.on_host")
@@ -82,6 +84,21 @@ class UpdateWindow:
     def has_sum(self) -> bool:
         """True if the window holds any gradient."""
         return self.micro_batches > 0
+
+    def divisor_of_mean(self) -> int:
+        """Return the micro-batches of one rank, by which a mean divides.
+
+        Raises:
+            ValueError: another number of ranks has begun the window.
+        """
+        if self.shared_out:
+            raise ValueError(
+                "normalization='mean' divides by the micro-batches of one rank, and another number of ranks has begun "
+                "this update window: there is no such number. Divide by the weight of all micro-batches (normalization="
+                "'token'), by a number of your own (divisor=...) or by nothing; or load the checkpoint without its "
+                "window: load_checkpoint(..., discard_window=True)."
+            )
+        return self.micro_batches
 
     def begin_request(self, request_id: RequestId, window_ends: bool = False) -> None:
         """Note the name of the request that the next backward belongs to, and whether a step follows it."""

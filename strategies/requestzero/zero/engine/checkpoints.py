@@ -134,7 +134,8 @@ class CheckpointingEngine(OtherRanksEngine):
         """Load as DeepSpeed does, and go on with the update window that was open in the checkpoint. Collective.
 
         The engine's own open window is discarded, unless there is no checkpoint to load. The stage, offload of the
-        optimizer and the accumulation dtype may be others than those that were saved.
+        optimizer, the accumulation dtype and the number of ranks may be others than those that were saved; at stage 3
+        another number of ranks needs ``python -m requestzero.checkpoint convert``.
 
         Args:
             load_dir: folder of checkpoints.
@@ -148,7 +149,8 @@ class CheckpointingEngine(OtherRanksEngine):
             Path of the checkpoint, ``None`` without one, and the client's state.
 
         Raises:
-            ValueError: a file is damaged; or the checkpoint's window is that of other parameters or ranks.
+            ValueError: a file is damaged; the checkpoint, or its window, is that of other parameters; or another number
+                of ranks has saved it at stage 3.
             RankDisagreementError: another rank does something else or has failed, or the ranks have disagreed before.
         """
         self.agreement.before_checkpoint("loads")

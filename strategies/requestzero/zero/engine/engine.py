@@ -286,7 +286,7 @@ class RequestZeROEngine(AbortingEngine):
         window = self.update_window
         if normalization == "token" and window.has_sum:
             return life_cycle.resolve_token_divisor(self.optimizer)
-        self.optimizer.divisor.choose(float(window.micro_batches if normalization == "mean" else divisor or 1.0))
+        self.optimizer.divisor.choose(float(window.divisor_of_mean() if normalization == "mean" else divisor or 1.0))
         return True
 
     def _skip_empty_window(self) -> None:

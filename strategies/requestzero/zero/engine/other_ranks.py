@@ -11,6 +11,7 @@ from typing_extensions import override
 from requestzero.zero.checkpoint.files import is_universal, optimizer_files
 from requestzero.zero.engine.announcements import AnnouncingEngine
 from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
+from requestzero.zero.stage_1_and_2.optimizer_parts import is_muon_group
 from requestzero.zero.stage_1_and_2.resharding import own_states
 
 
@@ -54,10 +55,23 @@ class OtherRanksEngine(AnnouncingEngine):
         is_cut_otherwise = load_optimizer_states and saved != self.seq_dp_world_size
         if self.load_universal_checkpoint() or not is_cut_otherwise or not isinstance(optimizer, RequestZeROOptimizer):
             return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        _refuse_whole_momentum(optimizer)
         names = self._get_all_zero_checkpoint_names(load_dir, tag, self.bfloat16_enabled())
-        states = own_states(optimizer, [Path(name) for name in names])
+        with self.failing_together():  # a file may be out of one rank's reach
+            states = own_states(optimizer, [Path(name) for name in names])
         optimizer.load_state_dict(
             [states] * dist.get_world_size(optimizer.dp_process_group),
             load_from_fp32_weights=self.zero_load_from_fp32_weights(),
         )
         return True
+
+
+def _refuse_whole_momentum(optimizer: RequestZeROOptimizer) -> None:
+    """Raise ValueError for Muon on the device, where every rank keeps the momentum of whole matrices."""
+    groups = range(len(optimizer.bit16_groups))
+    if not optimizer.cpu_offload and any(is_muon_group(optimizer, index) for index in groups):
+        raise ValueError(
+            "The momentum of Muon on the device is not cut into the partitions of ranks, so that another number of "
+            "ranks cannot load it: go on with as many ranks as have saved, or without the optimizer's state "
+            "(load_optimizer_states=False)."
+        )

@@ -11,6 +11,7 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from requestzero.zero.common.window import DroppedRequest, UpdateWindow, WindowWeights
 from requestzero.zero.window_checkpoint.optimizer import CheckpointedOptimizer
+from requestzero.zero.window_checkpoint.other_ranks import factor_of_sums, share_of
 from requestzero.zero.window_checkpoint.record import SavedRank, SavedWindow
 from requestzero.zero.window_checkpoint.sums import reading
 
@@ -18,7 +19,8 @@ from requestzero.zero.window_checkpoint.sums import reading
 def load(optimizer: CheckpointedOptimizer, folder: Path, saved: SavedWindow) -> None:
     """Put the window of a checkpoint in the place of the optimizer's, which is empty (this rank only).
 
-    The stage, the place of the sums and their dtype may be others than those that were saved.
+    The stage, the place of the sums and their dtype may be others than those that were saved, and so may the number of
+    ranks.
 
     Args:
         optimizer: has loaded the weights and the optimizer state of the checkpoint.
@@ -26,14 +28,19 @@ def load(optimizer: CheckpointedOptimizer, folder: Path, saved: SavedWindow) -> 
         saved: the record in it.
 
     Raises:
-        ValueError: the checkpoint has not the sums of these parameters, or of these ranks.
+        ValueError: the checkpoint has not the sums of these parameters, or was saved with another loss scale.
     """
-    _check(optimizer, saved)
-    rank = saved.ranks[dist.get_rank(group=optimizer.ranks.group)]
+    _check_scale(optimizer, saved)
+    number, ranks, factor = dist.get_rank(group=optimizer.ranks.group), optimizer.ranks.size, 1.0
+    if saved.data_parallel_ranks == ranks:
+        rank = saved.ranks[number]
+    else:
+        rank = share_of(saved, number, ranks)
+        factor = factor_of_sums(saved, ranks, getattr(optimizer, "gradient_average", True))  # stage 3 always averages
     optimizer.window = _window(rank)
     if saved.has_sums:
         unused = {name for each in saved.ranks for name in each.unused}
-        with reading(folder, saved.data_parallel_ranks) as sums:
+        with reading(folder, saved.data_parallel_ranks, factor) as sums:
             optimizer.sums.load(sums, rank, unused)
     if optimizer.origin is not None and rank.origin is not None:
         optimizer.origin.load(rank.origin, rank.requests)
@@ -41,18 +48,13 @@ def load(optimizer: CheckpointedOptimizer, folder: Path, saved: SavedWindow) -> 
         optimizer.rollback.remember(optimizer.window)
 
 
-def _check(optimizer: CheckpointedOptimizer, saved: SavedWindow) -> None:
-    ranks, scale = optimizer.ranks.size, float(optimizer.loss_scale)
-    discard = "Or load it without that window: load_checkpoint(..., discard_window=True)."
-    if saved.data_parallel_ranks != ranks:
-        raise ValueError(
-            f"The checkpoint's open window was saved by {saved.data_parallel_ranks} data-parallel ranks, and there are "
-            f"{ranks}: load it on as many. {discard}"
-        )
+def _check_scale(optimizer: CheckpointedOptimizer, saved: SavedWindow) -> None:
+    scale = float(optimizer.loss_scale)
     if saved.has_sums and saved.loss_scale != scale:
         raise ValueError(
             f"The checkpoint's open window has gradients with the loss scale {saved.loss_scale:g}, and the engine's is "
-            f"{scale:g}: load the optimizer state too, which holds the scale. {discard}"
+            f"{scale:g}: load the optimizer state too, which holds the scale. Or load it without that window: "
+            "load_checkpoint(..., discard_window=True)."
         )
 
 
@@ -70,4 +72,5 @@ def _window(rank: SavedRank) -> UpdateWindow:
         ),
         checked=rank.checked,
         dropped=[DroppedRequest(**each) for each in rank.dropped],
+        shared_out=rank.shared_out,
     )

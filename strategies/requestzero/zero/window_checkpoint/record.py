@@ -38,6 +38,8 @@ class SavedRank:
     """Norms of owned parts of parameters that were computed in backwards, by the parameter's name."""
     origin: dict[str, Any] | None
     """What is known of a gradient that is not finite (``overflow.on_overflow="raise"``)."""
+    shared_out: bool = False
+    """See ``UpdateWindow.shared_out``."""
 
 
 @dataclass(frozen=True)

@@ -64,4 +64,5 @@ def _record(optimizer: CheckpointedOptimizer) -> SavedRank:
         unused=held.unused_parameters(),
         norms=held.norms(),
         origin=None if origin is None else origin.state(),
+        shared_out=window.shared_out,
     )

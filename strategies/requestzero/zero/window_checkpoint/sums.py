@@ -63,9 +63,10 @@ def _exactly(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class SavedSums:
-    """The sums in the open files of all ranks; see :func:`reading`."""
+    """The sums in the open files of all ranks, multiplied by ``factor``; see :func:`reading`."""
 
-    def __init__(self, files: Iterable[Any]) -> None:
+    def __init__(self, files: Iterable[Any], factor: float = 1.0) -> None:
+        self._factor = factor
         self.numels: dict[str, int] = {}
         """Elements of every parameter that has a sum, by name."""
         self._stretches: dict[str, list[_Stretch]] = {}
@@ -92,7 +93,7 @@ class SavedSums:
             first, last = max(start, each.start), min(end, each.end)
             if first < last:
                 values = each.file.get_slice(name)[first - each.start : last - each.start]
-                target[first - start : last - start].copy_(values)
+                target[first - start : last - start].copy_(values if self._factor == 1.0 else values * self._factor)
                 missing -= last - first
         if missing:
             raise ValueError(
@@ -102,19 +103,20 @@ class SavedSums:
 
 
 @contextmanager
-def reading(folder: Path, ranks: int) -> Iterator[SavedSums]:
+def reading(folder: Path, ranks: int, factor: float = 1.0) -> Iterator[SavedSums]:
     """Open the files of all ranks of a checkpoint; their sums are read when they are asked for.
 
     Args:
         folder: of the checkpoint.
         ranks: number of data-parallel ranks that have saved.
+        factor: by which the sums are multiplied.
 
     Raises:
         ValueError: a file is missing or damaged.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(_open(file_of(folder, rank))) for rank in range(ranks)]
-        yield SavedSums(files)
+        yield SavedSums(files, factor)
 
 
 def _open(file: Path) -> Any:
