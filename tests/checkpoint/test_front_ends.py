@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from requestzero.lightning import RequestZeRO
+from support.checkpoint_tool import command, inspected
 from support.ranks import RankGroup
 from support.setup import KEEP_OPTIMIZER
 
@@ -62,10 +63,17 @@ def fit(root: str, epochs: int, options: dict[str, Any], load: str | None = None
     return module.found, rate, strategy.applied_updates, trainer.global_step
 
 
-def convert(source: str, target: str) -> int:
-    from requestzero.checkpoint.__main__ import main
+def weights_of(path: str, file: str) -> list[torch.Tensor]:
+    """Make one file of a checkpoint; what a module gets of it."""
+    from safetensors.torch import load_file
 
-    return main(["convert", source, target])
+    assert command("weights", path, file)[0] == 0
+    module = Regression()
+    if file.endswith(".ckpt"):
+        module = Regression.load_from_checkpoint(file, map_location="cpu", weights_only=False)
+    else:
+        module.load_state_dict(load_file(file))
+    return [parameter.detach() for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2, "offload_optimizer": True}, {"stage": 3}])
@@ -74,9 +82,13 @@ def test_fit_from_the_checkpoint_of_two_ranks(
 ) -> None:
     root, saved, converted = str(tmp_path), str(tmp_path / "saved.ckpt"), str(tmp_path / "converted.ckpt")
     (weights, *counts), _ = two_ranks.run(fit, root, 2, options)
-    two_ranks.run(fit, root, 1, options, save=saved)
+    between = two_ranks.run(fit, root, 1, options, save=saved)[0][0]
+    assert one_rank.run(inspected, saved) == [("Lightning", options["stage"], 2, 2, True)]
+    for name in ("weights.ckpt", "weights.safetensors"):
+        for value, expected in zip(one_rank.run(weights_of, saved, str(tmp_path / name))[0], between, strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=0)
     if options["stage"] == 3:
-        assert one_rank.run(convert, saved, converted) == [0]
+        assert one_rank.run(command, "convert", saved, converted)[0][0] == 0
         saved = converted
     ((found, *found_counts),) = one_rank.run(fit, root, 2, options, load=saved)
     assert found_counts == counts
