@@ -15,11 +15,11 @@ from omegaconf import OmegaConf
 
 from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.precision import PRECISIONS
-from requestzero.config.stage_3 import STAGE as STAGE_3
 from requestzero.config.translation import from_config
 
 RESOLVER = "launched"
-SHOWN = {"stage", "offload_optimizer", "retain_gpu_grad_partition_until_step", "grad_accum_dtype"}
+_OFFLOADS = ("offload_optimizer", "offload_parameters")
+SHOWN = {"stage", *_OFFLOADS, "retain_gpu_grad_partition_until_step", "grad_accum_dtype"}
 """Keys of ``zero`` that are compared."""
 
 _MODES = {"bf16": "bf16-true", "fp16": "16-true", "no": "32-true"}
@@ -57,8 +57,6 @@ def launch_problems(cfg: Any) -> Iterator[str]:
             f"zero.incomplete_window={cfg.zero.incomplete_window!r} is not allowed: the loop of this recipe steps at "
             "an epoch's end."
         )
-    if cfg.zero.stage == STAGE_3 or cfg.zero.offload_parameters:
-        yield "zero.stage=3 is not allowed: RequestZeROPlugin builds stages 1 and 2. Use lightning_sft for stage 3."
     yield from _overflow_problems(cfg)
     mode = said.get("mode")
     if mode is not None and PRECISIONS.get(cfg.precision.mode) not in (None, PRECISIONS[mode]):
@@ -99,7 +97,7 @@ def _said() -> dict[str, Any]:
     given = from_config(RequestZeROSettings, config)
     said = {name: given[name] for name in SHOWN if name in given}
     if "zero_optimization" in config:
-        said["offload_optimizer"] = given.get("offload_optimizer") is True
+        said.update({name: given.get(name) is True for name in _OFFLOADS})
     enabled = [name for name in ("bf16", "fp16") if look_up(config, f"{name}.enabled") is True]
     precision = enabled[0] if enabled else launched_precision(os.environ)
     if precision in _MODES:

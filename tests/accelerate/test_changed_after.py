@@ -87,7 +87,7 @@ def set_differently(how: str) -> None:
             plugin.deepspeed_config["gradient_clipping"] = 0.5
             plugin.gradient_clipping = 1.0
         elif how == "stage":
-            plugin.deepspeed_config["zero_optimization"]["stage"] = 3
+            plugin.deepspeed_config["zero_optimization"]["stage"] = 0
         elif how == "name":
             plugin.deepspeed_config["gradient_cliping"] = 0.5
         else:
@@ -101,7 +101,7 @@ def set_differently(how: str) -> None:
     [
         ("steps", "is 4 in the plugin's deepspeed_config, as set after .* and 2 in the Accelerator"),
         ("both places", "gradient_clipping is 0.5 in the plugin's deepspeed_config, .* and 1.0 in the plugin's attrib"),
-        ("stage", r"zero_optimization.stage=3 was asked"),
+        ("stage", r"zero_optimization.stage=0 was asked"),
         ("name", "'gradient_cliping' in the plugin's deepspeed_config, .* Did you mean 'gradient_clipping'"),
         ("options", "options of a RequestZeROPlugin was set after the plugin was built"),
     ],
@@ -123,6 +123,22 @@ def test_every_option_of_ours_is_taken_over() -> None:
     assert (plugin.settings.normalization, plugin.offload_optimizer_device) == ("sum", "cpu")
     assert "overflow" not in plugin.deepspeed_config
     assert plugin.hf_ds_config.is_offload()
+
+
+def test_the_stage_may_become_another() -> None:
+    plugin = RequestZeROPlugin()
+    plugin.zero_stage, plugin.offload_param_device = 3, "cpu"
+    plugin.take_over_changes()
+    assert (plugin.settings.stage, plugin.settings.offload_parameters, plugin.zero3_init_flag) == (3, True, True)
+    assert plugin.hf_ds_config.is_zero3()
+    plugin.zero3_init_flag = False  # nothing to take over
+    plan = plugin.plan
+    plugin.take_over_changes()
+    assert plugin.plan is plan
+    assert plugin.zero3_init_flag is False
+    plugin.deepspeed_config["zero_optimization"] = {"stage": 1}
+    plugin.take_over_changes()
+    assert (plugin.zero_stage, plugin.offload_param_device, plugin.zero3_init_flag) == (1, "none", False)
 
 
 def test_the_overflow_options_follow_a_changed_precision() -> None:

@@ -36,21 +36,23 @@ def results(directory: Path) -> list[str]:
     return [path.read_text() for path in sorted(directory.glob("rank*.txt"))]
 
 
-def expected(ranks: int, offload: bool, precision: str) -> str:
+def expected(ranks: int, offload: bool, precision: str, optimizer: str) -> str:
     """1, 3, 2, 6, 5, 7 in windows of two micro-batches per rank: the last one is shorter on two ranks."""
     updates, weight = {1: (3, -(2 + 4 + 6)), 2: (2, -(3 + 6))}[ranks]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return f"{ranks} {updates} RequestZeROOptimizer {device} SGD {precision} {offload} [{weight}.0, "
+    return f"{ranks} {updates} {optimizer} {device} SGD {precision} {offload} [{weight}.0, "
 
 
-def check(directory: Path, ranks: int, offload: bool, precision: str = "bf16") -> None:
+def check(directory: Path, ranks: int, offload: bool, precision: str = "bf16", stage_3: bool = False) -> None:
+    optimizer = "RequestZeROStage3Optimizer" if stage_3 else "RequestZeROOptimizer"
     found = results(directory)
     assert len(found) == ranks
-    assert all(text.startswith(expected(ranks, offload, precision)) for text in found), found
+    assert all(text.startswith(expected(ranks, offload, precision, optimizer)) for text in found), found
 
 
 def test_there_is_a_file_for_every_place_and_placement() -> None:
-    wanted = {f"zero2{offload}{'_' * bool(place)}{place}" for offload in ("", "_offload") for place in MACHINES}
+    kinds = [f"{stage}{offload}" for stage in ("zero2", "zero3") for offload in ("", "_offload")]
+    wanted = {f"{kind}{'_' * bool(place)}{place}" for kind in kinds for place in MACHINES}
     assert set(NAMES) == wanted
 
 
@@ -59,7 +61,7 @@ def test_accelerate_reads_the_file_and_so_do_we(name: str) -> None:
     config = load_config_from_file(str(ACCELERATE_CONFIGS / f"{name}.yaml"))
     assert config.distributed_type == "DEEPSPEED"
     named = load_config(config.deepspeed_config["deepspeed_config_file"], name)
-    assert named["zero_optimization"]["stage"] == 2
+    assert named["zero_optimization"]["stage"] == int(name[len("zero")])
     assert ("offload_optimizer" in named["zero_optimization"]) == ("offload" in name)
     assert (
         (ACCELERATE_CONFIGS / f"{name}.yaml")
@@ -70,12 +72,14 @@ def test_accelerate_reads_the_file_and_so_do_we(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero2", "zero2_offload", "zero2_cpu"])  # zero2_offload_cpu: with the recipe
+@pytest.mark.parametrize(
+    "name", ["zero2", "zero2_offload", "zero2_cpu", "zero3_offload_cpu"]
+)  # zero2_offload_cpu: with the recipe
 def test_two_processes(tmp_path: Path, name: str) -> None:
     if not name.endswith("cpu") and torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs, or none")
     finish(start_module(*launch(name, "--num_processes", "2", "--main_process_port", "0"), str(SCRIPT), str(tmp_path)))
-    check(tmp_path, 2, "offload" in name)
+    check(tmp_path, 2, "offload" in name, stage_3="zero3" in name)
 
 
 @pytest.mark.slow

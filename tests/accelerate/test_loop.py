@@ -23,6 +23,13 @@ PLUGINS: dict[str, dict[str, Any]] = {
     "stage 2": {},
     "stage 1 offload": {"zero_stage": 1, "offload_optimizer_device": "cpu", "hf_ds_config": KEEP_OPTIMIZER},
     "stage 2 offload": {"offload_optimizer_device": "cpu", "hf_ds_config": KEEP_OPTIMIZER},
+    "stage 3": {"zero_stage": 3},
+    "stage 3 offload": {
+        "zero_stage": 3,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "cpu",
+        "hf_ds_config": KEEP_OPTIMIZER,
+    },
 }
 
 
@@ -62,7 +69,7 @@ def test_a_short_last_window_is_divided_by_its_own_count(two_ranks: RankGroup) -
         assert ours["synced"] == plain["synced"]
 
 
-@pytest.mark.parametrize("name", ["stage 1", "stage 2 offload"])
+@pytest.mark.parametrize("name", ["stage 1", "stage 2 offload", "stage 3"])
 def test_a_skipped_update_moves_neither_weights_nor_scheduler(two_ranks: RankGroup, name: str) -> None:
     plugin = {**PLUGINS[name], "hf_ds_config": {**KEEP_OPTIMIZER, "bf16": {"enabled": True}}}
     for ours in two_ranks.run(train, Loop(plugin=plugin, n=2, nan_at=(2,))):
@@ -88,7 +95,7 @@ def test_sum_divides_by_nothing(two_ranks: RankGroup) -> None:
 
 
 def test_clipping_is_that_of_ddp(two_ranks: RankGroup) -> None:
-    for name in ("stage 1", "stage 2", "stage 2 offload"):
+    for name in ("stage 1", "stage 2", "stage 2 offload", "stage 3 offload"):
         for ours, plain in both(two_ranks, plugin=PLUGINS[name], n=2, clip=0.75):
             assert min(update["norm"] for update in plain["updates"]) > 0.75
             for update, expected in zip(ours["updates"], plain["updates"], strict=True):

@@ -25,6 +25,7 @@ from support.failures import assert_fails
 from support.ranks import RankGroup
 from support.setup import KEEP_OPTIMIZER
 
+GATHER = "stage3_gather_16bit_weights_on_model_save"
 RETAIN = "retain_gpu_grad_partition_until_step"
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
@@ -42,6 +43,8 @@ def launched(**variables: Any) -> Any:
         "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
         "offload": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
         "offload_param": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        "init": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        "gather": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
         "steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         "clipping": "ACCELERATE_GRADIENT_CLIPPING",
         "precision": "ACCELERATE_MIXED_PRECISION",
@@ -115,6 +118,50 @@ def test_retain_auto_is_a_value_and_leaves_nothing_to_others(tmp_path: Path) -> 
         RequestZeROPlugin(config, retain_gpu_grad_partition_until_step=True)
     with pytest.raises(ValueError, match=rf"{RETAIN}='auto' does not apply without optimizer offload"):
         RequestZeROPlugin(retain_gpu_grad_partition_until_step="auto")
+
+
+STAGE_3_PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "arguments": ({}, {"zero_stage": 3, "offload_param_device": "cpu", "zero3_save_16bit_model": True}),
+    "options": ({}, {"options": {"stage": 3, "offload_parameters": True}, "zero3_save_16bit_model": True}),
+    "launch": ({"zero_stage": 3, "offload_param": "cpu", "gather": "true"}, {}),
+    "dict": (
+        {},
+        {"hf_ds_config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, GATHER: True}}},
+    ),
+    "auto": (
+        {"zero_stage": 3, "offload_param": "cpu", "gather": "true"},
+        {"hf_ds_config": {"zero_optimization": {"stage": "auto", "offload_param": {"device": "auto"}, GATHER: "auto"}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("place", STAGE_3_PLACES)
+def test_stage_3(place: str) -> None:
+    launch, arguments = STAGE_3_PLACES[place]
+    with launched(**launch):
+        plugin = RequestZeROPlugin(**arguments)
+    assert (plugin.settings.stage, plugin.settings.offload_parameters) == (3, True)
+    assert (plugin.zero_stage, plugin.offload_param_device, plugin.zero3_save_16bit_model) == (3, "cpu", True)
+    zero = plugin.deepspeed_config["zero_optimization"]
+    assert zero == {"stage": 3, "offload_param": {"device": "cpu"}, GATHER: True}
+    assert plugin.zero3_init_flag is True
+
+
+@pytest.mark.parametrize(
+    ("launch", "argument", "stage", "expected"),
+    [
+        (None, None, 3, True),
+        (None, False, 3, False),
+        ("false", None, 3, False),
+        ("true", None, 2, False),  # as Accelerate does, with a warning
+        (None, None, 2, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:DeepSpeed Zero3 Init flag is only applicable")
+def test_zero3_init_flag(launch: str | None, argument: bool | None, stage: int, expected: bool) -> None:
+    with launched(**({} if launch is None else {"init": launch})):
+        plugin = RequestZeROPlugin(zero_stage=stage, zero3_init_flag=argument)
+    assert plugin.zero3_init_flag is expected
 
 
 @pytest.mark.parametrize("place", ["file", "dict"])
@@ -193,6 +240,21 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {RETAIN: False, "hf_ds_config": {"zero_optimization": {RETAIN: True}}},
         f"zero_optimization.{RETAIN} is False in the arguments of RequestZeROPlugin and True in hf_ds_config",
     ),
+    "weights offloaded: launch and argument": (
+        {"zero_stage": 3, "offload_param": "none"},
+        {"offload_param_device": "cpu"},
+        "offload_param.device is 'cpu' in the arguments of RequestZeROPlugin and 'none' in accelerate's offload_param_",
+    ),
+    "16 bits: launch and dict": (
+        {"gather": "false"},
+        {"hf_ds_config": {"zero_optimization": {"stage": 3, GATHER: True}}},
+        f"{GATHER} is True in hf_ds_config and False in accelerate's zero3_save_16bit_model",
+    ),
+    "init flag": (
+        {"zero_stage": 3, "init": "true"},
+        {"zero3_init_flag": False},
+        "zero3_init_flag is False in the arguments of RequestZeROPlugin and True in accelerate's zero3_init_flag",
+    ),
     "clipping": (
         {"clipping": 1.0},
         {"gradient_clipping": 0.5},
@@ -246,10 +308,24 @@ def test_the_named_file_is_named(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "stage 3": ({"zero_stage": 3}, "zero_optimization.stage=3 was asked, which RequestZeROPlugin does not build"),
     "stage 0": ({"zero_stage": 0}, "zero_optimization.stage=0 was asked"),
     "nvme": ({"offload_optimizer_device": "nvme"}, "offload_optimizer.device='nvme' does not apply"),
-    "parameters": ({"offload_param_device": "cpu"}, "offload_param_device='cpu' does not apply: .* leave it out"),
+    "nvme at stage 3": ({"zero_stage": 3, "offload_optimizer_device": "nvme"}, "device='nvme' was asked, .* use 'cpu'"),
+    "nvme path": ({"zero_stage": 3, "offload_param_nvme_path": "/x"}, "offload_param_nvme_path='/x' does not apply"),
+    "weights on nvme": ({"zero_stage": 3, "offload_param_device": "nvme"}, "offload_param.device='nvme' was asked"),
+    "parameters": ({"offload_param_device": "cpu"}, "offload_param in the arguments .* belongs to ZeRO stage 3; leave"),
+    "parameters in options": ({"options": {"offload_parameters": True}}, "offload_param in the options .* stage 3"),
+    "zero3_init_flag": ({"zero3_init_flag": True}, "zero3_init_flag=True does not apply at stage 2, .* set zero_stage"),
+    "16 bits": (
+        {"zero3_save_16bit_model": True},
+        "stage3_gather_16bit_weights_on_model_save in the arg.* to ZeRO stage",
+    ),
+    "retain at stage 3": ({"zero_stage": 3, RETAIN: True}, f"{RETAIN}=True has no meaning at stage 3"),
+    "rank-dependent parameters at stage 3": (
+        {"zero_stage": 3, "rank_dependent_parameters": True},
+        "rank_dependent_parameters=True is not possible at stage 3, .*leaf modules",
+    ),
+    "zero++": ({"hf_ds_config": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}, "=2 was asked"),
     "msamp": ({"enable_msamp": True}, "enable_msamp=True does not apply"),
     "a stage 3 key": ({"hf_ds_config": {"zero_optimization": {"stage3_max_live_parameters": 1}}}, "stage 3"),
     "a misspelt section": ({"hf_ds_config": {"zero_optimisation": {}}}, "Did you mean 'zero_optimization'"),
@@ -296,12 +372,17 @@ def test_a_file_that_does_not_exist() -> None:
     ("launch", "message"),
     [
         ({"zero_stage": "two"}, "ZERO_STAGE='two' is not allowed: accelerate's zero_stage has to be a number"),
+        (
+            {"init": "maybe", "zero_stage": 3},
+            "ZERO3_INIT='maybe' is not allowed: .* zero3_init_flag has to be",
+        ),
+        ({"gather": "2", "zero_stage": 3}, "accelerate's zero3_save_16bit_model has to be true or false"),
         ({"offload_param": "cpu"}, "zero_optimization.offload_param in accelerate's offload_param_device does not"),
         (
             {"fields": "deepspeed_config_file,overflow"},
             "'overflow' stands under deepspeed_config in accelerate's config file, which accelerate does not pass on",
         ),
-        ({"precision": "fp8"}, "mixed_precision='fp8' is not possible with ZeRO 1 and 2 here: use no, bf16 or fp16"),
+        ({"precision": "fp8"}, "mixed_precision='fp8' is not possible here: use no, bf16 or fp16"),
     ],
 )
 def test_launched_values_that_are_refused(launch: dict[str, Any], message: str) -> None:

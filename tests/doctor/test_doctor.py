@@ -203,11 +203,11 @@ def test_a_directory_is_told_from_what_does_not_exist(tmp_path: Path, capsys: py
     assert "which is no file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/accelerate").glob("zero2*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/accelerate").glob("zero*.yaml")), ids=lambda path: path.stem)
 def test_files_of_accelerate_launch(path: Path) -> None:
     file = config_file.read_config_file(path)
     run = stock_run(file.config)
-    assert (run.stage, run.offload, run.model) == (2, "offload" in path.stem, "bf16")
+    assert (run.stage, run.offload, run.model) == (int(path.stem[4]), "offload" in path.stem, "bf16")
     assert file.refusal() is None
 
 

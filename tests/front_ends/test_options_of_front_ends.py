@@ -88,7 +88,11 @@ def test_accelerate_options(name: str) -> None:
 
 
 # Accelerate's own names of these.
-STOCK = {"stage": "zero_stage", "offload_optimizer": "offload_optimizer_device"}
+STOCK = {
+    "stage": "zero_stage",
+    "offload_optimizer": "offload_optimizer_device",
+    "offload_parameters": "offload_param_device",
+}
 
 
 def test_accelerate_arguments() -> None:
@@ -105,7 +109,8 @@ def test_accelerate_arguments() -> None:
 def test_accelerate_settings(name: str) -> None:
     """An option reaches the plan as an argument, in ``options``, and as a key of the DeepSpeed config."""
     nothing = {item.name: None for item in fields(RequestZeROPlugin)}
-    offload = {"offload_optimizer_device": "cpu"} if name.startswith("retain") else {}
+    needs = {"retain_gpu_grad_partition_until_step": {"offload_optimizer_device": "cpu"}}
+    needs["offload_parameters"] = {"zero_stage": 3}
     option, value = TOP[name], example(TOP[name])
     places: list[dict[str, Any]] = [{"options": {name: value}}]
     if name not in STOCK:
@@ -115,7 +120,7 @@ def test_accelerate_settings(name: str) -> None:
         put(config, key, option.to_key(value))
         places.append({"hf_ds_config": config})
     for place in places:
-        assert getattr(make_plan({**nothing, **offload, **place}, {}).settings, name) == value, place
+        assert getattr(make_plan({**nothing, **needs.get(name, {}), **place}, {}).settings, name) == value, place
 
 
 @pytest.mark.parametrize(("config", "owner"), [(ZeroConfig, RequestZeROSettings), (OverflowConfig, OverflowSettings)])

@@ -44,8 +44,9 @@ def test_every_plugin_of_a_supported_stage_is_adopted(output: str) -> None:
     assert facts == {
         "plain": [ours, True, True, 2],
         "by position": [ours, True, True, 1],
-        "stage 3": ["DeepSpeedPlugin", False, True, 3],
-        "stage 3 again": ["DeepSpeedPlugin", False, True, 3],
+        "stage 3": [ours, True, True, 3],
+        "stage 3 again": [ours, True, True, 3],
+        "NVMe": ["DeepSpeedPlugin", False, True, 3],
         "stage 0": ["DeepSpeedPlugin", False, True, 0],
         "subclass": ["Named", True, True, 1, True, "hello"],
         "dataclass": ["More", True, True, 2, True, 4, 2],
@@ -53,7 +54,7 @@ def test_every_plugin_of_a_supported_stage_is_adopted(output: str) -> None:
         "copied": ["More", True, True, 2],
         "pickled": [ours, True, True, 2],
         "arguments": [ours, True, True, 2],
-        "arguments of stage 3": ["DeepSpeedPlugin", False, True, 3],
+        "arguments of stage 3": [ours, True, True, 3],
         "engine": ["RequestZeROEngine", True],
     }
 
@@ -61,8 +62,8 @@ def test_every_plugin_of_a_supported_stage_is_adopted(output: str) -> None:
 def test_other_stages_are_told_once(output: str) -> None:
     told = [line for line in output.splitlines() if line.startswith("requestzero.run:")]
     assert len(told) == len(set(told)) == 2
-    for stage, line in zip((3, 0), told, strict=True):
-        assert f"an engine stays DeepSpeed's own. zero_optimization.stage={stage} was asked" in line
+    for key, line in zip(("offload_param.device='nvme'", "stage=0"), told, strict=True):
+        assert f"an engine stays DeepSpeed's own. zero_optimization.{key} was asked" in line
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,15 @@ def test_an_unread_config_is_told(given: dict[str, Any], told: str, capsys: pyte
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_stages_of_initialize_are_those_that_the_help_names(stage: int) -> None:
-    assert Adoption()._adopts_call({"config": {"zero_optimization": {"stage": stage}}})
-    assert "deepspeed.initialize at stages 1\nto 3" in DESCRIPTION
+    config = {"zero_optimization": {"stage": stage}}
+    assert Adoption()._adopts_call({"config": {**config, "optimizer": {"type": "Adam"}}})
+    assert Adoption()._adopts_call({"config": config, "optimizer": object()})
+    assert "stages 1 to 3" in DESCRIPTION
+
+
+def test_what_trains_nothing_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not Adoption()._adopts_call({"config": {"zero_optimization": {"stage": 3}}})
+    assert not capsys.readouterr().err
 
 
 def test_a_bare_accelerator_under_accelerate_launch(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ small binary fractions; the ranks get different data. ``plugin=False`` runs the 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,8 +73,18 @@ def prepare(loop: Loop) -> tuple[Any, ...]:
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
 
 
+def whole(params: list[torch.nn.Parameter]) -> Any:
+    """A block in which these are whole on every rank, which they always are but at stage 3 (collective there)."""
+    import deepspeed
+
+    sharded = any(hasattr(param, "ds_id") for param in params)
+    return deepspeed.zero.GatheredParameters(params) if sharded else nullcontext()
+
+
 def weights(accelerator: Accelerator, model: torch.nn.Module) -> list[float]:
-    return accelerator.unwrap_model(model).weight.detach().float().cpu().tolist()
+    weight = accelerator.unwrap_model(model).weight
+    with whole([weight]):
+        return weight.detach().float().cpu().tolist()
 
 
 def train(loop: Loop, environment: dict[str, str] | None = None) -> dict[str, Any]:

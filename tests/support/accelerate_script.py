@@ -32,10 +32,14 @@ def main(directory: str) -> None:
             accelerator.backward(model(batch))
             optimizer.step()
             optimizer.zero_grad()
+    import deepspeed
+
     engine = accelerator.deepspeed_engine_wrapped.engine
     facts = [accelerator.num_processes, engine.applied_updates, type(engine.optimizer).__name__, engine.device.type]
-    facts += [type(engine.optimizer.optimizer).__name__, accelerator.mixed_precision, engine.optimizer.cpu_offload]
-    weights = accelerator.unwrap_model(model).weight.tolist()
+    facts += [type(engine.optimizer.optimizer).__name__, accelerator.mixed_precision, engine.zero_use_cpu_optimizer()]
+    weight = accelerator.unwrap_model(model).weight
+    with deepspeed.zero.GatheredParameters([weight], enabled=engine.zero_optimization_partition_weights()):
+        weights = weight.tolist()
     Path(directory, f"rank{accelerator.process_index}.txt").write_text(" ".join(map(str, [*facts, weights])))
     accelerator.end_training()
 

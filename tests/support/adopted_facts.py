@@ -50,6 +50,7 @@ def main() -> dict[str, Any]:
         "by position": is_safe(DeepSpeedPlugin(config)),
         "stage 3": is_safe(DeepSpeedPlugin(zero_stage=3)),
         "stage 3 again": is_safe(DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 3}})),
+        "NVMe": is_safe(DeepSpeedPlugin(zero_stage=3, offload_param_device="nvme", offload_param_nvme_path="/nvme")),
         "stage 0": is_safe(DeepSpeedPlugin(zero_stage=0)),
         "subclass": [*is_safe(named), isinstance(named, Named), named.greet()],
         "dataclass": [*is_safe(more), isinstance(more, More), more.more, more.constructed],

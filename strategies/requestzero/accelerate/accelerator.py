@@ -177,7 +177,7 @@ class Accelerator(StockAccelerator):
         wrapper = RequestZeROEngineWrapper(
             self.deepspeed_engine_wrapped.engine,
             plugin.settings.normalization,
-            lambda: self.gradient_state.num_steps,
+            self.gradient_state,
             plugin.plan.clipping,
         )
         self.deepspeed_engine_wrapped = wrapper
@@ -238,7 +238,7 @@ class Accelerator(StockAccelerator):
     @contextmanager
     @override
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Do nothing at stage 2, which has to reduce in every backward, whichever plugin is selected now."""
+        """Do nothing at stages 2 and 3, which have to reduce in every backward, whichever plugin is selected now."""
         wrapper = self.engine_wrapper
         if wrapper is not None and model is wrapper.engine and wrapper.engine.zero_optimization_partition_gradients():
             yield
@@ -291,6 +291,26 @@ class Accelerator(StockAccelerator):
         super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         if wrapper is not None and input_dir is not None:
             wrapper.resume(read_tally(folder))
+
+    @override
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
+        """Let the ranks agree first at stage 3, where whole weights are gathered from all of them (collective there).
+
+        Args:
+            model: any; of the prepared one the weights are in its dtype.
+            unwrap: as in Accelerate.
+
+        Returns:
+            Whole weights by name; on the first rank only at stage 3, ``None`` on others.
+
+        Raises:
+            ValueError: at stage 3 without ``zero3_save_16bit_model``.
+            RankDisagreementError: another rank does something else.
+        """
+        wrapper = self.engine_wrapper
+        if wrapper is not None and model is wrapper.engine and wrapper.engine.zero_optimization_partition_weights():
+            wrapper.engine.agreement.before_checkpoint("gathers the weights of")
+        return super().get_state_dict(model, unwrap)
 
     @override
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:

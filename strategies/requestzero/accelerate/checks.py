@@ -89,7 +89,7 @@ def check_objects(accelerator: Accelerator, objects: Sequence[Any]) -> None:
     optimizers = [item for item in objects if isinstance(item, (torch.optim.Optimizer, DummyOptim))]
     if len(models) != len(optimizers):
         raise ValueError(
-            f"accelerator.prepare() got {len(models)} model(s) and {len(optimizers)} optimizer(s): with ZeRO 1 and 2 "
+            f"accelerator.prepare() got {len(models)} model(s) and {len(optimizers)} optimizer(s): with ZeRO "
             "one of each belongs together in one call. (A model that is not trained needs no prepare: move it to "
             "accelerator.device.)"
         )

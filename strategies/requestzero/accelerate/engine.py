@@ -5,11 +5,12 @@ Written for Accelerate 1.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.state import GradientState
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from typing_extensions import override
 
@@ -32,17 +33,19 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
     A backward is a request of its own unless it runs within :class:`~requestzero.accelerate.requests.Requests`. It
     never steps, where Accelerate's does at a window's end.
 
+    At stage 3 such a request is announced before its forward, which gathers weights.
+
     Args:
         engine: the request-safe engine.
         normalization: ``"mean"``, ``"sum"`` or ``"token"``.
-        steps: gives Accelerate's current ``gradient_accumulation_steps``.
+        state: Accelerate's: the current ``gradient_accumulation_steps``, and whether a window ends.
         clipping: the norm that the config clips at; ``None`` where it does not say.
     """
 
     engine: RequestZeROEngine
 
     def __init__(
-        self, engine: RequestZeROEngine, normalization: str, steps: Callable[[], int], clipping: float | None
+        self, engine: RequestZeROEngine, normalization: str, state: GradientState, clipping: float | None
     ) -> None:
         super().__init__(engine)
         if normalization == "mean" and engine.options.rank_dependent_micro_batches:
@@ -59,9 +62,12 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self.applied_rates: list[float] | None = None
         """Learning rates of the last update by parameter group, until a scheduler of the config is stepped."""
         self._normalization = normalization
-        self._steps = steps
+        self._state = state
+        self._announced = False
         self._tally = WindowTally(engine.update_window)
         self._unlogged = False
+        if engine.zero_optimization_partition_weights():
+            engine.register_forward_pre_hook(self._before_forward)
 
     @property
     def tally(self) -> WindowTally:
@@ -122,7 +128,9 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         self._note(divided=not kwargs.pop("scale_wrt_gas", True))
         if self._normalization == "token":
             weight = self._take_weight(weight)
+        self.backwards += 1
         self._announce(window_end=sync_gradients)
+        self._announced = False
         self.engine.set_gradient_accumulation_boundary(self.request_end is not False, window_end=self.window_end)
         self.engine.backward(loss, scale_wrt_gas=False, weight=weight, **kwargs)
 
@@ -143,11 +151,16 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         return loaders if given is None else given
 
     def _announce(self, window_end: bool) -> None:
-        """Announce the request, where every backward is one."""
-        self.backwards += 1
+        """Announce the request, where every backward is one, unless its forward has done so."""
         engine = self.engine
-        if self.request_end is None and not engine.inside_no_sync_ctxt and not engine.update_window.request_open:
+        own = self.request_end is None and not engine.inside_no_sync_ctxt and not engine.update_window.request_open
+        if own and not self._announced:
             engine.begin_request(micro_batches=1, window_end=window_end)
+            self._announced = True
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._announce(window_end=self._state.sync_gradients)
 
     def _note(self, divided: bool) -> None:
         if divided and self.engine.options.overflow.on_overflow == "drop_request":
@@ -162,7 +175,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
 
     def divisor(self) -> float:
         """Return the divisor of the open window's sum; not for ``normalization="token"``."""
-        return 1 if self._normalization == "sum" else self.tally.divisor(self._steps())
+        return 1 if self._normalization == "sum" else self.tally.divisor(self._state.num_steps)
 
     def step(self) -> None:
         """Apply the open window, divided. Collective; nothing without a backward since the last step.

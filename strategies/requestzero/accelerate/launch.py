@@ -6,9 +6,11 @@ are the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+
+from accelerate.utils import str_to_bool
 
 from requestzero.config.files import load_config
 from requestzero.config.merge import Source
@@ -17,11 +19,18 @@ from requestzero.config.options import RequestZeROSettings
 from requestzero.config.translation import AUTO
 
 NONE = "none"
+SAVE_16BIT = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+"""DeepSpeed key of ``zero3_save_16bit_model``."""
 PRECISION_PLACE = "accelerate's mixed_precision"
 PRECISION = "ACCELERATE_MIXED_PRECISION"
 FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+INIT_FLAG = "ACCELERATE_DEEPSPEED_ZERO3_INIT"
 FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 """Variable with the keys that stand under ``deepspeed_config`` in Accelerate's config file."""
+
+
+def _boolean(text: str) -> bool:
+    return bool(str_to_bool(text))
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class Variable:
     """Accelerate's name of the option."""
     key: str
     """Its key in a DeepSpeed config."""
-    kind: type = str
+    kind: Callable[[str], Any] = str
     nothing: str | None = None
     """The value that asks for nothing."""
 
@@ -40,7 +49,7 @@ class Variable:
         """Return the key's value.
 
         Raises:
-            ValueError: ``text`` is no number where one is needed.
+            ValueError: ``text`` is no number, or neither true nor false, where that is needed.
         """
         return text if text == AUTO else self.kind(text)
 
@@ -51,11 +60,9 @@ VARIABLES = {
         "offload_optimizer_device", "zero_optimization.offload_optimizer.device"
     ),
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": Variable(
-        "offload_param_device", "zero_optimization.offload_param", nothing=NONE
+        "offload_param_device", "zero_optimization.offload_param.device"
     ),
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": Variable(
-        "zero3_save_16bit_model", "zero_optimization.stage3_gather_16bit_weights_on_model_save", nothing="false"
-    ),
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": Variable("zero3_save_16bit_model", SAVE_16BIT, _boolean),
     "ACCELERATE_GRADIENT_CLIPPING": Variable("gradient_clipping", "gradient_clipping", float, nothing=NONE),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Variable(
         "gradient_accumulation_steps", "gradient_accumulation_steps", int
@@ -99,13 +106,28 @@ def _check_fields(environ: Mapping[str, str]) -> None:
 
 def _source(name: str, variable: Variable, text: str) -> Source:
     config: Config = {}
-    try:
-        put(config, variable.key, variable.read(text))
-    except ValueError:
-        raise ValueError(
-            f"${name}={text!r} is not allowed: accelerate's {variable.option} has to be a number."
-        ) from None
+    put(config, variable.key, _read(name, variable, text))
     return Source(f"accelerate's {variable.option}", config)
+
+
+def _read(name: str, variable: Variable, text: str) -> Any:
+    try:
+        return variable.read(text)
+    except ValueError:
+        needed = "true or false" if variable.kind is _boolean else "a number"
+        raise ValueError(
+            f"${name}={text!r} is not allowed: accelerate's {variable.option} has to be {needed}."
+        ) from None
+
+
+def launched_init_flag(environ: Mapping[str, str]) -> bool | None:
+    """Return accelerate's ``zero3_init_flag``, which has no DeepSpeed key; ``None`` where nobody has said anything.
+
+    Raises:
+        ValueError: it is neither true nor false.
+    """
+    text = environ.get(INIT_FLAG)
+    return None if text is None else _read(INIT_FLAG, Variable("zero3_init_flag", "", _boolean), text)
 
 
 def launched_precision(environ: Mapping[str, str]) -> str | None:
@@ -125,5 +147,5 @@ def precision_config(precision: str) -> Config:
         ValueError: another precision than ``"no"``, ``"bf16"`` and ``"fp16"``.
     """
     if precision not in ("no", "bf16", "fp16"):
-        raise ValueError(f"mixed_precision={precision!r} is not possible with ZeRO 1 and 2 here: use no, bf16 or fp16.")
+        raise ValueError(f"mixed_precision={precision!r} is not possible here: use no, bf16 or fp16.")
     return {name: {"enabled": name == precision} for name in ("bf16", "fp16")}

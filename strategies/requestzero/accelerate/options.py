@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-from requestzero.accelerate.launch import NONE
+from requestzero.accelerate.launch import NONE, SAVE_16BIT
 from requestzero.config.files import load_config
 from requestzero.config.merge import Source, merge, overlay
 from requestzero.config.nested import Config, put
@@ -32,15 +32,14 @@ _STOCK_ARGUMENTS = {
     "gradient_clipping": "gradient_clipping",
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "zero3_save_16bit_model": SAVE_16BIT,
 }
 
 # Argument of DeepSpeedPlugin -> the values that ask for nothing.
 _NOT_APPLICABLE: dict[str, tuple[Any, ...]] = {
-    "offload_param_device": (None, NONE),
     "offload_optimizer_nvme_path": (None, NONE),
     "offload_param_nvme_path": (None, NONE),
-    "zero3_init_flag": (None, False),
-    "zero3_save_16bit_model": (None, False),
     "enable_msamp": (None, False),
     "msamp_opt_level": (None,),
 }
@@ -50,13 +49,13 @@ def argument_source(arguments: Mapping[str, Any]) -> Source:
     """Return the DeepSpeed keys of the arguments that were given (not ``None``).
 
     Raises:
-        ValueError: one that only ZeRO stage 3 or MS-AMP has.
+        ValueError: one of NVMe offload or MS-AMP.
     """
     for name, nothing in _NOT_APPLICABLE.items():
         if arguments[name] not in nothing:
             raise ValueError(
-                f"{name}={arguments[name]!r} does not apply: RequestZeROPlugin makes ZeRO stages 1 and 2 request-safe, "
-                "with the optimizer on the device or on the CPU; leave it out."
+                f"{name}={arguments[name]!r} does not apply: RequestZeROPlugin makes ZeRO request-safe with optimizer "
+                "and weights on the device or on the CPU, and without MS-AMP; leave it out."
             )
     stock: Config = {}
     for name, key in _STOCK_ARGUMENTS.items():

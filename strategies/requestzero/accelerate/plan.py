@@ -24,12 +24,15 @@ from requestzero.config.nested import Config, look_up, put
 from requestzero.config.options import RequestZeROSettings
 from requestzero.config.overflow import merged_overflow
 from requestzero.config.own_keys import pop_own_keys
-from requestzero.config.supported import check_stage_of_front_end, check_supported, wants_offload
+from requestzero.config.stage_3 import check_combinations
+from requestzero.config.supported import check_supported, wants_offload
 from requestzero.config.translation import AUTO, from_config
 from requestzero.config.validation import Count, check
 from requestzero.config.values import CLIPPING, check_zero_section
 
-# What Accelerate writes into every config by itself; it says nothing at stages 1 and 2.
+_STAGE = "zero_optimization.stage"
+
+# What Accelerate writes into every config by itself, and what says nothing at any stage.
 _INERT_KEYS: dict[str, tuple[Any, ...]] = {
     "offload_param": (None, {}, {"device": "none"}, {"device": "none", "nvme_path": None}),
     "stage3_gather_16bit_weights_on_model_save": (False, AUTO),
@@ -78,7 +81,7 @@ def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
         environ: the process's environment.
 
     Raises:
-        ValueError: something is not allowed, does not apply to ZeRO 1 and 2, or is given twice with different values.
+        ValueError: something is not allowed, does not apply, or is given twice with different values.
         FileNotFoundError: a file that is named does not exist.
     """
     options = load_config(arguments["options"], "options")
@@ -94,14 +97,13 @@ def make_plan(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
 
 
 def _make(sources: list[Source], without_keys: RequestZeROSettings) -> Plan:
+    stage = _stage_of(merge(*sources))
     for source in sources:
-        _check_source(source)
+        _check_source(source, stage)
     config = merge(*sources)
     written = merge(*[source for source in sources if not source.place.startswith(PRECISION_PLACE)])
-    if look_up(config, "zero_optimization.stage") in (None, AUTO):
-        put(config, "zero_optimization.stage", RequestZeROSettings.stage)
+    put(config, _STAGE, stage)
     check_supported(config)
-    check_stage_of_front_end(config, "RequestZeROPlugin")
     settings = _settings(config, written, without_keys)
     own = pop_own_keys(config)
     return Plan(
@@ -116,10 +118,15 @@ def _make(sources: list[Source], without_keys: RequestZeROSettings) -> Plan:
     )
 
 
-def _check_source(source: Source) -> None:
+def _stage_of(config: Config) -> Any:
+    stage = look_up(config, _STAGE)
+    return RequestZeROSettings.stage if stage in (None, AUTO) else stage
+
+
+def _check_source(source: Source, stage: Any) -> None:
     check_top_level_keys(source.config, source.place)
     _drop_inert_keys(source.config.get("zero_optimization", {}))
-    check_zero_section(source.config, source.place, RequestZeROSettings.stage)  # the plugin has no stage 3
+    check_zero_section(source.config, source.place, stage)
     if source.config.get("managed_gradient_accumulation") is False:
         raise ValueError(
             f"managed_gradient_accumulation=False in {source.place} is not possible, since the plugin marks the ends "
@@ -140,6 +147,7 @@ def _settings(config: Config, written: Config, own: RequestZeROSettings) -> Requ
     overflow = merged_overflow(own.overflow, written)
     settings = replace(own, **from_config(RequestZeROSettings, config), overflow=overflow)
     retain = settings.retain_gpu_grad_partition_until_step
+    check_combinations(settings.stage, retain, settings.rank_dependent_parameters)
     if retain and not settings.offload_optimizer:
         raise ValueError(
             f"retain_gpu_grad_partition_until_step={retain!r} does not apply without optimizer offload: leave it out, "

@@ -17,19 +17,21 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from typing_extensions import override
 
 from requestzero.accelerate.changes import find_changes
-from requestzero.accelerate.launch import launched_precision, precision_config
+from requestzero.accelerate.launch import SAVE_16BIT, launched_precision, precision_config
 from requestzero.accelerate.options import OWN_KEYS, OWN_OPTIONS
 from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
 from requestzero.accelerate.request_safe_plugin import RequestSafePlugin
+from requestzero.accelerate.zero3_init import leave_modules_whole, said_init_flag
 from requestzero.config.merge import overlay
 from requestzero.config.nested import look_up, update
 from requestzero.config.options import OverflowSettings
 from requestzero.config.overflow import merged_overflow, overflow_to_config
 from requestzero.config.own_keys import pop_own_keys
 from requestzero.config.precision import precision_of
+from requestzero.config.stage_3 import STAGE as STAGE_3
 from requestzero.config.translation import AUTO
-from requestzero.environment.versions import require_supported_deepspeed
+from requestzero.environment.versions import require_supported_deepspeed, require_supported_stage_3
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -37,9 +39,13 @@ if TYPE_CHECKING:
     from requestzero.accelerate.requests import Requests
 
 
+# Fields that are no changes when they are set: Trainer puts an equal config in, and the flag is read where it counts.
+_LIVE = ("hf_ds_config", "zero3_init_flag")
+
+
 @dataclass
 class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
-    """ZeRO 1 or 2 in which every optimizer step applies exactly the sum of its window's requests.
+    """ZeRO 1, 2 or 3 in which every optimizer step applies exactly the sum of its window's requests.
 
     ``Accelerator(deepspeed_plugin=RequestZeROPlugin(...))``: the engine that ``accelerator.prepare`` builds is the
     request-safe one, and ``optimizer.step()`` is what steps; ``accelerator.backward`` never does. In a loop with
@@ -63,9 +69,15 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         gradient_accumulation_steps: Requests per window, as ``Accelerator(gradient_accumulation_steps=...)``.
         gradient_clipping: Largest norm of the window's gradient. Not given (or ``"auto"``): what
             ``accelerator.clip_grad_norm_`` is called with, and no clipping where it is not called.
-        zero_stage: 1 or 2 (the default).
+        zero_stage: 1, 2 (the default) or 3.
         is_train_batch_min: As in ``DeepSpeedPlugin``.
         offload_optimizer_device: ``"none"`` or ``"cpu"``.
+        offload_param_device: Stage 3: likewise, for this rank's part of the weights while nothing needs it.
+        zero3_init_flag: Stage 3: whether models that Transformers builds are sharded at once (the default), also by
+            ``from_pretrained``. Else ``generate`` does not know that the ranks have to run it together, and needs
+            ``synced_gpus=True``.
+        zero3_save_16bit_model: Stage 3: whether ``accelerator.get_state_dict`` and ``save_model`` gather the weights,
+            in the model's dtype. Without it they raise an error.
         retain_gpu_grad_partition_until_step: See :class:`~requestzero.config.options.RequestZeROSettings`, as for the
             following ones.
         grad_accum_dtype: dtype of the window's running sum.
@@ -81,7 +93,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         options: A YAML or JSON file, a dict or an OmegaConf object with options by their names in
             :class:`~requestzero.config.options.RequestZeROSettings`.
 
-    The other arguments of ``DeepSpeedPlugin`` belong to stage 3 or MS-AMP and are refused.
+    The other arguments of ``DeepSpeedPlugin`` belong to NVMe offload or MS-AMP and are refused.
 
     Raises:
         ImportError: the installed DeepSpeed is not supported, or transformers, which Accelerate's DeepSpeed path
@@ -111,7 +123,12 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         """Merge all places of the configuration first, so that Accelerate's version reads one that they agree on."""
         require_supported_deepspeed()
         _require_transformers()
-        plan = make_plan({item.name: getattr(self, item.name) for item in fields(RequestZeROPlugin)}, os.environ)
+        given = {item.name: getattr(self, item.name) for item in fields(RequestZeROPlugin)}
+        plan = make_plan(given, os.environ)
+        self._said_init_flag = said_init_flag(given["zero3_init_flag"], os.environ, plan.settings.stage)
+        self.zero3_init_flag = self._said_init_flag
+        if plan.settings.stage == STAGE_3:
+            require_supported_stage_3()
         from requestzero.accelerate.patch import install_if_needed
 
         install_if_needed()
@@ -138,6 +155,8 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         setattr(self.hf_ds_config, OWN_KEYS, plan.own)
         self.zero_stage = settings.stage
         self.offload_optimizer_device = "cpu" if settings.offload_optimizer else "none"
+        self.offload_param_device = "cpu" if settings.offload_parameters else "none"
+        self.zero3_save_16bit_model = look_up(plan.config, SAVE_16BIT) is True
         self.gradient_accumulation_steps = AUTO if plan.steps is None else plan.steps
         self.gradient_clipping = AUTO if plan.clipping is None else plan.clipping
         for name in {item.name for item in fields(RequestZeROPlugin)}.intersection(OWN_OPTIONS):
@@ -149,9 +168,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         self._state = copy.deepcopy(self.deepspeed_config), self._arguments()
 
     def _arguments(self) -> dict[str, Any]:
-        names = [
-            item.name for item in fields(RequestZeROPlugin) if item.name != "hf_ds_config"
-        ]  # Trainer puts an equal one in
+        names = [item.name for item in fields(RequestZeROPlugin) if item.name not in _LIVE]
         return {name: copy.deepcopy(getattr(self, name)) for name in names}
 
     @override
@@ -166,7 +183,10 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         changes = find_changes((config, self.deepspeed_config), own, (arguments, self._arguments()))
         if not changes:
             return
+        before = self.plan.settings.stage
         self.plan = self.plan.changed(changes)
+        if self.plan.settings.stage != before:
+            self._change_stage(self.plan.settings.stage)
         for source in changes.sources:
             update(self.deepspeed_config, source.config)
         pop_own_keys(self.deepspeed_config)
@@ -176,6 +196,19 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         if self._precision_known:
             self._put_overflow_in()
         self.note_state()
+
+    def _change_stage(self, stage: int) -> None:
+        if stage == STAGE_3:
+            require_supported_stage_3()
+        said = self._said_init_flag
+        self.zero3_init_flag = stage == STAGE_3 and said is not False
+
+    @override
+    def set_deepspeed_weakref(self) -> None:
+        """Also act on a ``zero3_init_flag`` that is false: Accelerate's version has models sharded all the same."""
+        super().set_deepspeed_weakref()
+        if not self.zero3_init_flag:
+            leave_modules_whole()
 
     def requests(self, accelerator: Accelerator) -> Requests:
         """Return the interface for requests of several micro-batches, in a loop with ``accelerator``."""

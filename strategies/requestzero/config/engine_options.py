@@ -11,7 +11,7 @@ from requestzero.config.own_keys import check_own_keys, pop_own_keys
 from requestzero.config.precision import precision_of
 from requestzero.config.reduction_time import reduction_time
 from requestzero.config.stage_3 import STAGE as STAGE_3
-from requestzero.config.stage_3 import combination_problems
+from requestzero.config.stage_3 import check_combinations
 from requestzero.config.translation import from_config
 
 
@@ -55,11 +55,7 @@ def take_engine_options(config: Config) -> EngineOptions:
 def _check_combinations(options: EngineOptions, config: Config) -> None:
     """Raise ValueError where an option disagrees with one of DeepSpeed's, or with another."""
     stage = look_up(config, "zero_optimization.stage", 0)
-    if stage == STAGE_3:
-        for problem in combination_problems(
-            options.retain_gpu_grad_partition_until_step, options.rank_dependent_parameters
-        ):
-            raise ValueError(problem)
+    check_combinations(stage, options.retain_gpu_grad_partition_until_step, options.rank_dependent_parameters)
     if stage in (1, 2, STAGE_3):
         on_overflow = options.overflow.on_overflow or "skip"
         unequal = options.rank_dependent_micro_batches

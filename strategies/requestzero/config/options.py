@@ -129,8 +129,7 @@ class RequestZeROSettings:
     """
 
     stage: int = option(2, Choice((1, 2, 3)), key="zero_optimization.stage")
-    """ZeRO stage: 1 partitions the optimizer state, 2 the gradients as well, 3 the weights as well (not under
-    Accelerate)."""
+    """ZeRO stage: 1 partitions the optimizer state, 2 the gradients as well, 3 the weights as well."""
     offload_optimizer: bool = option(
         False,
         Boolean(),
@@ -143,7 +142,6 @@ class RequestZeROSettings:
         Boolean(),
         key="zero_optimization.offload_param.device",
         stored={True: "cpu", False: "none"},
-        front_ends=(FrontEnd.LIGHTNING, FrontEnd.FABRIC, FrontEnd.RECIPES),
     )
     """Stage 3: keep this rank's part of the weights on the CPU while no forward or backward needs it."""
     retain_gpu_grad_partition_until_step: bool | str = option(

@@ -97,6 +97,13 @@ def check_parameter_offload(config: Mapping[str, Any]) -> None:
         )
 
 
+def check_combinations(stage: Any, retain: bool | str, rank_dependent_parameters: bool) -> None:
+    """Raise ValueError for options of ours that have no meaning at stage 3, if that is the stage."""
+    if stage == STAGE:
+        for problem in combination_problems(retain, rank_dependent_parameters):
+            raise ValueError(problem)
+
+
 def combination_problems(retain: bool | str, rank_dependent_parameters: bool) -> Iterator[str]:
     """Yield what is wrong with options of ours at stage 3."""
     if retain:

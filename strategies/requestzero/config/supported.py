@@ -48,20 +48,6 @@ def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
         )
 
 
-def check_stage_of_front_end(config: Mapping[str, Any], front_end: str) -> None:
-    """Raise ValueError where the configuration asks for a stage that the engine has and ``front_end`` has not.
-
-    Args:
-        config: a DeepSpeed configuration.
-        front_end: its name in the message.
-    """
-    if section_of(config, "zero_optimization").get("stage") == STAGE_3:
-        raise ValueError(
-            f"zero_optimization.stage=3 was asked, which {front_end} does not build: set it to 1 or 2, or call "
-            "requestzero.initialize, whose engine is request-safe at stage 3."
-        )
-
-
 def wants_offload(config: Mapping[str, Any]) -> bool:
     """Return true if a DeepSpeed config asks for optimizer offload.
 

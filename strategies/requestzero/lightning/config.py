@@ -15,7 +15,7 @@ from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.overflow import merged_overflow, overflow_to_config
 from requestzero.config.precision import PRECISIONS
 from requestzero.config.stage_3 import STAGE as STAGE_3
-from requestzero.config.stage_3 import check_parameter_offload, combination_problems
+from requestzero.config.stage_3 import check_combinations, check_parameter_offload
 from requestzero.config.supported import check_supported, wants_offload
 from requestzero.config.translation import from_config, to_config
 from requestzero.config.values import check_values, check_zero_section
@@ -85,7 +85,9 @@ def merge_arguments(
     check_parameter_offload(merged)
     check_values(user.config, user.place)
     effective = effective_settings(merged, settings)
-    _check_stage_3(effective)
+    check_combinations(
+        effective.stage, effective.retain_gpu_grad_partition_until_step, effective.rank_dependent_parameters
+    )
     check_offload(effective, options)
     return merged, effective
 
@@ -99,14 +101,6 @@ def _settings_given(settings: RequestZeROSettings, given: Collection[str], offlo
     if not settings.offload_parameters and settings.stage != STAGE_3:
         names.discard("offload_parameters")
     return to_config(RequestZeROSettings, {name: value for name, value in vars(settings).items() if name in names})
-
-
-def _check_stage_3(settings: RequestZeROSettings) -> None:
-    if settings.stage == STAGE_3:
-        for problem in combination_problems(
-            settings.retain_gpu_grad_partition_until_step, settings.rank_dependent_parameters
-        ):
-            raise ValueError(problem)
 
 
 def effective_settings(config: Config, settings: RequestZeROSettings) -> RequestZeROSettings:

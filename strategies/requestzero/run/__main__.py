@@ -10,8 +10,8 @@ from requestzero.run.program import run_module, run_script
 
 DESCRIPTION = """\
 Runs a Python program unchanged, with request-safe optimizers in the place of DeepSpeed's: every DeepSpeedPlugin of
-stage 1 or 2, whoever builds it (Accelerate, transformers' TrainingArguments, TRL), and deepspeed.initialize at stages 1
-to 3. Whatever else stays DeepSpeed's own is said once. The program sees its own arguments and its own __main__."""
+stages 1 to 3, whoever builds it (Accelerate, transformers' TrainingArguments, TRL), and deepspeed.initialize at these
+stages. Whatever else stays DeepSpeed's own is said once. The program sees its own arguments and its own __main__."""
 
 EPILOG = """\
 examples:

@@ -16,12 +16,13 @@ from types import ModuleType
 from typing import Any
 
 from requestzero.config.files import load_config
-from requestzero.config.nested import look_up
-from requestzero.config.supported import check_stage_of_front_end, check_supported
+from requestzero.config.nested import look_up, put
+from requestzero.config.supported import check_supported
 from requestzero.config.translation import AUTO
 from requestzero.run.after_import import AfterImport
 
 _STAGE = "zero_optimization.stage"
+_DEVICES = ("offload_optimizer_device", "offload_param_device")
 
 
 class Adoption:
@@ -115,12 +116,12 @@ class Adoption:
         return self._is_adopted(config, given)
 
     def _is_adopted(self, config: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> bool:
-        reason = reason_to_stay_stock(config, (given or {}).get("model"), of_plugin=given is None)
-        if reason is None:
-            return True
-        if given is None or given.get("optimizer") is not None or "optimizer" in config:  # else nothing is trained
+        if given is not None and given.get("optimizer") is None and "optimizer" not in config:
+            return False  # nothing is trained, as with the reference model of TRL
+        reason = reason_to_stay_stock(config, (given or {}).get("model"))
+        if reason is not None:
             self._tell(f"an engine stays DeepSpeed's own. {reason}")
-        return False
+        return reason is None
 
     def _tell(self, text: str) -> None:
         """Print the text once, on one rank."""
@@ -129,26 +130,23 @@ class Adoption:
         self._told.add(text)
 
 
-def reason_to_stay_stock(config: Mapping[str, Any], model: Any = None, of_plugin: bool = False) -> str | None:
+def reason_to_stay_stock(config: Mapping[str, Any], model: Any = None) -> str | None:
     """Return the reason why an engine of this config is not made request-safe, or ``None`` if it is.
 
     Args:
         config: a DeepSpeed config with its stage.
         model: the module to train, where it is known.
-        of_plugin: a plugin for Accelerate is built of it.
     """
     try:
         check_supported(config, model)
-        if of_plugin:
-            check_stage_of_front_end(config, "RequestZeROPlugin")
     except ValueError as error:
         return str(error)
     return None
 
 
 def _config_of(plugin: Any) -> dict[str, Any]:
-    """Return the DeepSpeed config of a plugin that is being built, with the stage that Accelerate would choose."""
-    from requestzero.accelerate.launch import FILE, NONE
+    """Return the DeepSpeed config of a plugin that is being built, with what Accelerate would add to it."""
+    from requestzero.accelerate.launch import FILE, NONE, VARIABLES
     from requestzero.accelerate.options import load_deepspeed_config
 
     given = plugin.hf_ds_config if plugin.hf_ds_config is not None else os.environ.get(FILE, NONE)
@@ -158,6 +156,10 @@ def _config_of(plugin: Any) -> dict[str, Any]:
         if stage is None:
             stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
+    for name, variable in VARIABLES.items():
+        if variable.option in _DEVICES and look_up(config, variable.key, AUTO) == AUTO:
+            device = getattr(plugin, variable.option)
+            put(config, variable.key, os.environ.get(name, NONE) if device is None else device)
     return config
 
 
