@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from requestzero import RequestLoader
-from support.accelerate_loops import Loop, make_accelerator
+from support.accelerate_loops import Loop, copies, make_accelerator
 from support.accelerate_state import fresh
 from support.failures import assert_fails
 from support.ranks import RankGroup
@@ -19,6 +19,7 @@ BF16 = {**KEEP_OPTIMIZER, "bf16": {"enabled": True}, "data_types": {"grad_accum_
 PLUGINS: dict[str, dict[str, Any]] = {
     "stage 1": {"zero_stage": 1},
     "stage 2 offload bf16": {"offload_optimizer_device": "cpu", "hf_ds_config": BF16},
+    "stage 3": {"zero_stage": 3, "offload_param_device": "cpu"},
 }
 
 
@@ -73,14 +74,19 @@ def run(plugin: dict[str, Any], updates: int, save: str | None = None, load: str
             for _, value in sorted(states.items())
         ]
         return {
-            "weights": [p.detach().clone() for p in model.parameters()],
-            "masters": [p.detach().clone() for p in engine.optimizer.single_partition_of_fp32_groups],
+            "weights": copies(model),
+            "masters": [p.detach().clone() for p in masters_of(engine.optimizer)],
             "state": state,
             "counts": (engine.global_steps, engine.applied_updates, counter.updates),
             "rates": (optimizer.param_groups[0]["lr"], scheduler.get_last_lr()),
             "seen": seen,
             "random": torch.get_rng_state(),
         }
+
+
+def masters_of(optimizer: Any) -> list[torch.Tensor]:
+    stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    return optimizer.fp32_partitioned_groups_flat if stage_3 else optimizer.single_partition_of_fp32_groups
 
 
 def same(a: Any, b: Any) -> bool:

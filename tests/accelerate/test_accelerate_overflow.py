@@ -36,9 +36,10 @@ def reference(windows: list[list[int]], batches: int) -> list[list[float]]:
     return after
 
 
-def test_dropped_requests_leave_the_mean(two_ranks: RankGroup) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_dropped_requests_leave_the_mean(two_ranks: RankGroup, stage: int) -> None:
     """Every ``accumulate`` block is a request. Of window 2 one is dropped, of window 3 both are."""
-    for ours in two_ranks.run(train, Loop(plugin={"overflow": DROP}, n=2, nan_at=(3, 4, 5))):
+    for ours in two_ranks.run(train, Loop(plugin={"zero_stage": stage, "overflow": DROP}, n=2, nan_at=(3, 4, 5))):
         assert [update["weights"] for update in ours["updates"]] == reference([[0, 1], [2], [], [6, 7]], 8)
         assert [update["lr"] for update in ours["updates"]] == [0.25, 0.125, 0.125, 0.0625]
         assert [update["skipped"][0] for update in ours["updates"]] == [False, False, True, False]

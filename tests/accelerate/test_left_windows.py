@@ -35,7 +35,7 @@ def leave(plugin: dict[str, Any] | None, where: str, at: tuple[int, ...]) -> lis
         return found
 
 
-@pytest.mark.parametrize("plugin", [{"zero_stage": 1}, {}])
+@pytest.mark.parametrize("plugin", [{"zero_stage": 1}, {}, {"zero_stage": 3}])
 @pytest.mark.parametrize(
     ("where", "at"),
     [

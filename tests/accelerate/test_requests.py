@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from requestzero import MicroBatch, RequestLoader, RequestZeROPlugin
-from support.accelerate_loops import Loop, make_accelerator, prepare, weights
+from support.accelerate_loops import Loop, copies, make_accelerator, prepare, weights
 from support.accelerate_state import fresh
 from support.failures import assert_fails
 from support.ranks import RankGroup
@@ -25,6 +25,8 @@ CONFIGURATIONS = {
         (1, "cpu", "bf16", "bf16"),
         (2, "none", "no", "fp32"),
         (2, "cpu", "bf16", "fp32"),
+        (3, "none", "no", "fp32"),
+        (3, "cpu", "bf16", "fp32"),
     )
 }
 
@@ -50,7 +52,7 @@ def inputs_of(micro: dict[str, Any], accelerator: Accelerator, model: Any) -> to
 
 
 def change(before: list[torch.Tensor], model: Any) -> list[float]:
-    changes = [(b - p.detach()).double() / LR for b, p in zip(before, model.parameters(), strict=True)]
+    changes = [(b - p).double() / LR for b, p in zip(before, copies(model), strict=True)]
     assert all(bool((c == c.flatten()[0]).all()) for c in changes)
     return [c.flatten()[0].item() for c in changes]
 
@@ -65,7 +67,7 @@ def _play_with_blocks(configuration: tuple[int, str, str, str], windows: list[An
         accelerator, requests, model, optimizer = set_up(configuration)
         applied = []
         for window in windows:
-            before = [p.detach().clone() for p in model.parameters()]
+            before = copies(model)
             for request in split(window):
                 with requests.request():
                     for micro in request:
@@ -102,14 +104,14 @@ def _play_with_loader(configuration: tuple[int, str, str, str], windows: list[An
                 last = position == len(window) - 1
                 loader.append(MicroBatch(micro, micro["request_end"] or last, window_end=last))
         applied = []
-        before = [p.detach().clone() for p in model.parameters()]
+        before = copies(model)
         for micro in requests.micro_batches(loader):
             accelerator.backward(model(inputs_of(micro, accelerator, model), micro["uses"]))
             optimizer.step()
             optimizer.zero_grad()
             if accelerator.sync_gradients:
                 applied.append(change(before, model))
-                before = [p.detach().clone() for p in model.parameters()]
+                before = copies(model)
         accelerator.free_memory()
         return applied
 
@@ -118,7 +120,7 @@ def _play_with_loader(configuration: tuple[int, str, str, str], windows: list[An
 def test_every_case_is_exact(two_ranks: RankGroup, name: str) -> None:
     assert len(CASES) == 15
     expected = [case["expected_gradient"] for case in CASES]
-    play = play_with_loader if name.startswith(("zero1 cpu", "zero2 none")) else play_with_blocks
+    play = play_with_loader if name.startswith(("zero1 cpu", "zero2 none", "zero3 cpu")) else play_with_blocks
     for applied in two_ranks.run(play, CONFIGURATIONS[name]):
         assert applied == expected
 

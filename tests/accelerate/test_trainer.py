@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.accelerate_loops import whole
 from support.accelerate_state import fresh
 from support.failures import assert_fails
 from support.ranks import RankGroup
@@ -32,6 +33,20 @@ OFFLOAD = {
         "stage": 2,
         "offload_optimizer": {"device": "cpu"},
         "retain_gpu_grad_partition_until_step": True,
+    },
+    **KEEP_OPTIMIZER,
+}
+
+
+STAGE_3 = {**AUTO, "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+STAGE_3_OFFLOAD = {
+    **AUTO,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+        **dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto"),
+        "stage3_param_persistence_threshold": "auto",
     },
     **KEEP_OPTIMIZER,
 }
@@ -106,13 +121,15 @@ def train(
         trainer = Trainer(model=make_model(model), args=args, train_dataset=make_rows())
         trainer.train(resume_from_checkpoint=resume)
         engine = getattr(trainer, "deepspeed", None)
+        with whole(trainer.model.parameters()):
+            weights = torch.cat([p.detach().flatten().float().cpu() for p in trainer.model.parameters()])
         return {
             "logs": [
                 [entry[key] for key in ("loss", "grad_norm", "learning_rate")]
                 for entry in trainer.state.log_history
                 if "grad_norm" in entry
             ],
-            "weights": torch.cat([p.detach().flatten().float().cpu() for p in trainer.model.parameters()]),
+            "weights": weights,
             "optimizer": type(engine.optimizer).__name__ if engine is not None else None,
             "applied": engine.applied_updates if engine is not None else None,
             "retain": engine.options.retain_gpu_grad_partition_until_step if engine is not None else None,
@@ -123,15 +140,16 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("deepspeed", [{**AUTO, "zero_optimization": {"stage": 1}}, OFFLOAD])
+@pytest.mark.parametrize("deepspeed", [{**AUTO, "zero_optimization": {"stage": 1}}, OFFLOAD, STAGE_3_OFFLOAD])
 def test_the_gradient_does_not_depend_on_the_split(two_ranks: RankGroup, deepspeed: dict[str, Any]) -> None:
     """Models that take ``num_items_in_batch`` (Llama)."""
     ddp = two_ranks.run(train, *SPLITS[0])[0]
     for micro_batch, steps in SPLITS:
         found = two_ranks.run(train, micro_batch, steps, deepspeed)[0]
-        assert found["optimizer"] == "RequestZeROOptimizer"
+        stage_3 = deepspeed["zero_optimization"]["stage"] == 3
+        assert found["optimizer"] == ("RequestZeROStage3Optimizer" if stage_3 else "RequestZeROOptimizer")
         assert found["applied"] == 3
-        assert found["retain"] is ("offload_optimizer" in deepspeed["zero_optimization"])
+        assert found["retain"] is ("retain_gpu_grad_partition_until_step" in deepspeed["zero_optimization"])
         assert close(found["weights"], ddp["weights"])
         assert torch.allclose(torch.tensor(found["logs"]), torch.tensor(ddp["logs"]), rtol=1e-5)
 
@@ -162,17 +180,24 @@ def test_a_yaml_file_and_grad_norm_without_clipping(two_ranks: RankGroup, tmp_pa
     assert all(norm > 0 and math.isfinite(norm) for _, norm, _ in found["logs"])
 
 
-def test_a_resumed_run_ends_as_the_uninterrupted_one(two_ranks: RankGroup, one_rank: RankGroup, tmp_path: Path) -> None:
-    """On as many ranks, and on one with as many samples per update."""
+@pytest.mark.parametrize("deepspeed", [OFFLOAD, STAGE_3], ids=["stage 2", "stage 3"])
+def test_a_resumed_run_ends_as_the_uninterrupted_one(
+    two_ranks: RankGroup, one_rank: RankGroup, tmp_path: Path, deepspeed: dict[str, Any]
+) -> None:
+    """On as many ranks, and at stage 2 on one with as many samples per update. At stage 3 the folder of a checkpoint has the whole weights too."""
     saving = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
-    whole = two_ranks.run(train, 2, 2, OFFLOAD, updates=4, **saving)
-    resumed = two_ranks.run(train, 2, 2, OFFLOAD, updates=4, resume=str(tmp_path / "checkpoint-2"))
-    for expected, got in zip(whole, resumed, strict=True):
+    uninterrupted = two_ranks.run(train, 2, 2, deepspeed, updates=4, **saving)
+    resumed = two_ranks.run(train, 2, 2, deepspeed, updates=4, resume=str(tmp_path / "checkpoint-2"))
+    for expected, got in zip(uninterrupted, resumed, strict=True):
         assert torch.equal(expected["weights"], got["weights"])
         assert expected["applied"] == got["applied"] == 4
-    (alone,) = one_rank.run(train, 2, 4, OFFLOAD, updates=4, resume=str(tmp_path / "checkpoint-2"))
-    assert alone["applied"] == 4
-    assert close(alone["weights"], whole[0]["weights"])
+    saved = tiny_llama(longest=32).from_pretrained(tmp_path / "checkpoint-4")
+    weights = torch.cat([p.detach().flatten() for p in saved.parameters()])
+    assert torch.equal(weights, uninterrupted[0]["weights"])
+    if deepspeed is OFFLOAD:
+        (alone,) = one_rank.run(train, 2, 4, OFFLOAD, updates=4, resume=str(tmp_path / "checkpoint-2"))
+        assert alone["applied"] == 4
+        assert close(alone["weights"], uninterrupted[0]["weights"])
 
 
 def divided_twice() -> None:

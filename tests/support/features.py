@@ -216,6 +216,24 @@ FEATURES = (
         "accelerate/test_settings_sources.py::test_objects_that_cannot_be_prepared",
     ),
     Feature(
+        "stage 3: a loop, clipping",
+        ACCELERATE,
+        Outcome.SAME,
+        "accelerate/test_loop.py::test_updates_are_those_of_ddp_bit_for_bit",
+    ),
+    Feature(
+        "stage 3: `from_pretrained`, `zero3_init_flag`, `get_state_dict`, `save_model`",
+        ACCELERATE,
+        Outcome.WORKS,
+        "accelerate/test_stage_3_accelerate.py::test_a_pretrained_model",
+    ),
+    Feature(
+        "stage 3: a rank that runs one more forward",
+        ACCELERATE,
+        Outcome.REFUSED,
+        "accelerate/test_stage_3_accelerate.py::test_evaluation_between_micro_batches",
+    ),
+    Feature(
         "`train()`", TRAINER, Outcome.SAME, "accelerate/test_trainer.py::test_other_models_are_trained_as_under_ddp"
     ),
     Feature("`train()` twice", TRAINER, Outcome.SAME, "transformers/test_trainer_calls.py::test_train_twice"),
@@ -230,6 +248,12 @@ FEATURES = (
         TRAINER,
         Outcome.SAME,
         "transformers/test_trainer_calls.py::test_evaluate_before_train",
+    ),
+    Feature(
+        "stage 3: `evaluate()` of a sharded model before `train()`",
+        TRAINER,
+        Outcome.WORKS,
+        "transformers/test_trainer_calls.py::test_evaluate_a_sharded_model_before_train",
     ),
     Feature(
         "scheduler of the DeepSpeed config and what is logged of it, as Trainer's own",
@@ -293,7 +317,7 @@ FEATURES = (
         "run/test_adoption.py::test_every_plugin_of_a_supported_stage_is_adopted",
     ),
     Feature(
-        "stages 0 and 3: DeepSpeed's own, told once",
+        "stage 0 and NVMe offload: DeepSpeed's own, told once",
         UNCHANGED,
         Outcome.WORKS,
         "run/test_adoption.py::test_other_stages_are_told_once",

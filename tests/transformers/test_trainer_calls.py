@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
 import torch
 
 from requestzero.config.option_record import OWN_SECTIONS
+from support.accelerate_loops import whole
 from support.accelerate_state import fresh
 from support.ranks import RankGroup
 from support.setup import KEEP_OPTIMIZER
@@ -18,6 +20,7 @@ AUTO: dict[str, Any] = {
     name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 }
 STAGE_2 = {**AUTO, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}
+STAGE_3 = {**STAGE_2, "zero_optimization": {"stage": 3}}
 OFFLOAD = {**AUTO, **KEEP_OPTIMIZER, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 WARMUP = {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
 SCHEDULER = {
@@ -31,7 +34,7 @@ def make_rows(count: int = 24) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def make_trainer(deepspeed: Any, model_init: bool = False, **options: Any) -> Any:
+def make_trainer(deepspeed: Any, model_init: bool = False, sharded: bool = False, **options: Any) -> Any:
     from transformers import Trainer, set_seed
 
     from requestzero.transformers import RequestZeROTrainingArguments
@@ -44,11 +47,17 @@ def make_trainer(deepspeed: Any, model_init: bool = False, **options: Any) -> An
         args = RequestZeROTrainingArguments(deepspeed=deepspeed, **given)
     set_seed(0)
     model: dict[str, Any] = {"model_init": lambda: tiny_llama()} if model_init else {"model": tiny_llama()}
+    if sharded:
+        with tempfile.TemporaryDirectory() as folder:
+            model["model"].save_pretrained(folder)
+            model["model"] = model["model"].from_pretrained(folder, dtype=torch.float32)
+        assert all(hasattr(param, "ds_id") for param in model["model"].parameters())
     return Trainer(args=args, train_dataset=make_rows(), eval_dataset=make_rows(8), **model)
 
 
 def weights(trainer: Any) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().float().cpu() for p in trainer.model.parameters()])
+    with whole(trainer.model.parameters()):
+        return torch.cat([p.detach().flatten().float().cpu() for p in trainer.model.parameters()])
 
 
 def rates(trainer: Any) -> list[float]:
@@ -65,7 +74,7 @@ def train_twice(deepspeed: Any, model_init: bool = False) -> list[Any]:
         return found
 
 
-@pytest.mark.parametrize("deepspeed", [STAGE_2, OFFLOAD])
+@pytest.mark.parametrize("deepspeed", [STAGE_2, OFFLOAD, STAGE_3])
 def test_train_twice(two_ranks: RankGroup, deepspeed: dict[str, Any]) -> None:
     """The second call goes on with the model and the optimizer's state, and with a new scheduler."""
     (expected, _), (found, _) = (two_ranks.run(train_twice, each) for each in (None, deepspeed))
@@ -100,20 +109,31 @@ def scheduled(deepspeed: Any) -> list[list[float]]:
         return found
 
 
-def evaluated(deepspeed: Any, first: bool, bf16: bool) -> list[Any]:
+def evaluated(deepspeed: Any, first: bool, bf16: bool, sharded: bool = False) -> list[Any]:
     with fresh():
-        trainer = make_trainer(deepspeed, bf16=bf16)
+        trainer = make_trainer(deepspeed, bf16=bf16, sharded=sharded)
         losses = [trainer.evaluate()["eval_loss"] for _ in range(2 * first)]
         trainer.train()
         return [losses, weights(trainer)]
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_evaluate_before_train(two_ranks: RankGroup, bf16: bool) -> None:
+@pytest.mark.parametrize(("deepspeed", "bf16"), [(STAGE_2, False), (STAGE_2, True), (STAGE_3, False)])
+def test_evaluate_before_train(two_ranks: RankGroup, deepspeed: dict[str, Any], bf16: bool) -> None:
     """Without DeepSpeed ``evaluate`` leaves the model unwrapped, and a ``train`` after it without its other ranks."""
     plain = two_ranks.run(evaluated, None, True, bf16)[0][0]
-    (found, weights), (_, expected) = (two_ranks.run(evaluated, STAGE_2, first, bf16)[0] for first in (True, False))
+    (found, weights), (_, expected) = (two_ranks.run(evaluated, deepspeed, first, bf16)[0] for first in (True, False))
     assert found == pytest.approx(plain, rel=1e-2 if bf16 else 1e-6)
+    assert torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_evaluate_a_sharded_model_before_train(two_ranks: RankGroup, bf16: bool) -> None:
+    """One that Transformers has built, of which every rank has a part."""
+    (found, weights), (_, expected) = (
+        two_ranks.run(evaluated, STAGE_3, first, bf16, sharded=True)[0] for first in (True, False)
+    )
+    whole_model = two_ranks.run(evaluated, STAGE_3, True, bf16)[0][0]
+    assert found == pytest.approx(whole_model, rel=1e-2 if bf16 else 1e-6)
     assert torch.equal(weights, expected)
 
 

@@ -1,8 +1,9 @@
 """The patch of ``deepspeed_init``, by which transformers' ``Trainer`` starts a training or an evaluation.
 
 HACK: under DeepSpeed ``Trainer`` makes a new optimizer at every ``train()``, which ``accelerator.prepare`` then gets
-without the model, and refuses ``evaluate()`` before ``train()``, as both need an engine of stage 3. It offers no hook
-there. With the patch both do what they do without DeepSpeed, for our plugins only. Written for Transformers 5.
+without the model, and refuses ``evaluate()`` before ``train()`` below stage 3; there it takes the optimizer out of the
+config. It offers no hook there. With the patch both do what they do without DeepSpeed, for our plugins only. Written for
+Transformers 5.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 
 from requestzero.accelerate.config_scheduler import start_scheduler
 from requestzero.accelerate.request_safe_plugin import RequestSafePlugin
+from requestzero.accelerate.sharded_evaluation import end_evaluation_of_sharded, evaluate_sharded, is_sharded
 from requestzero.config.precision import precision_of
 from requestzero.config.translation import AUTO
 
@@ -56,6 +58,9 @@ def _prepare_for_evaluation(trainer: Any) -> None:
 
     Its weights keep their dtype, of which the engine makes its master weights later.
     """
+    if is_sharded(trainer.model):
+        evaluate_sharded(trainer)
+        return
     model, device = trainer.model.to(trainer.args.device), trainer.args.device
     dtype = _DTYPES.get(precision_of(trainer.accelerator.state.deepspeed_plugin.deepspeed_config))
     if dtype is not None and _FORWARD not in vars(model):
@@ -67,6 +72,7 @@ def _prepare_for_evaluation(trainer: Any) -> None:
 
 def _end_evaluation(trainer: Any) -> None:
     """Undo what :func:`_prepare_for_evaluation` has done, but for the device."""
+    end_evaluation_of_sharded(trainer)
     model = trainer.model
     trainer.accelerator._models[:] = [each for each in trainer.accelerator._models if each is not model]
     if _FORWARD in vars(model):
