@@ -68,14 +68,10 @@ def run(plugin: dict[str, Any], updates: int, save: str | None = None, load: str
                     if counter.updates == updates:
                         break
         engine = accelerator.deepspeed_engine_wrapped.engine
-        state = [
-            value.clone() if isinstance(value, torch.Tensor) else value
-            for states in engine.optimizer.optimizer.state.values()
-            for _, value in sorted(states.items())
-        ]
+        masters, state = masters_and_state(engine)
         return {
             "weights": copies(model),
-            "masters": [p.detach().clone() for p in masters_of(engine.optimizer)],
+            "masters": masters,
             "state": state,
             "counts": (engine.global_steps, engine.applied_updates, counter.updates),
             "rates": (optimizer.param_groups[0]["lr"], scheduler.get_last_lr()),
@@ -84,9 +80,20 @@ def run(plugin: dict[str, Any], updates: int, save: str | None = None, load: str
         }
 
 
-def masters_of(optimizer: Any) -> list[torch.Tensor]:
-    stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    return optimizer.fp32_partitioned_groups_flat if stage_3 else optimizer.single_partition_of_fp32_groups
+def masters_and_state(engine: Any) -> tuple[list[Any], list[Any]]:
+    """Of this rank's partition; at stage 3 of all ranks, without the padding of parameters that they do not divide."""
+    if engine.zero_optimization_partition_weights():
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        params = list(engine.module.parameters())
+        states = [safe_get_full_optimizer_state(p, key) for p in params for key in ("exp_avg", "exp_avg_sq")]
+        return [safe_get_full_fp32_param(p) for p in params], states
+    masters = [p.detach().clone() for p in engine.optimizer.single_partition_of_fp32_groups]
+    return masters, [
+        value.clone() if isinstance(value, torch.Tensor) else value
+        for states in engine.optimizer.optimizer.state.values()
+        for _, value in sorted(states.items())
+    ]
 
 
 def same(a: Any, b: Any) -> bool:

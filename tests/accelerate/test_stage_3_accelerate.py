@@ -93,22 +93,22 @@ def test_weights_that_are_not_gathered(two_ranks: RankGroup, how: str, message: 
 
 
 def evaluated(at: str) -> list[float]:
-    """Evaluate between the blocks of a window, on all ranks or on one more often."""
+    """Evaluate after every block, also within windows, on all ranks; or on one rank, after the first window."""
     with fresh():
         accelerator, model, optimizer, loader, scheduler = prepare(Loop(plugin={"zero_stage": 3}, n=2, batches=4))
         engine = accelerator.deepspeed_engine_wrapped.engine
         for index, batch in enumerate(loader):
             with accelerator.accumulate(model):
                 loss = model(batch)
-                if at == "all ranks" or (at == "one rank" and index == 1 and accelerator.process_index == 1):
-                    with torch.no_grad():
-                        model(batch)
                 if index == 2 and at == "a forward without a backward":
                     continue
                 accelerator.backward(loss)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+            if at == "all ranks" or (at == "one rank" and index == 1 and accelerator.process_index == 1):
+                with torch.no_grad():
+                    model(batch)
         engine.zero_grad()
         found = weights(accelerator, model)
         accelerator.free_memory()

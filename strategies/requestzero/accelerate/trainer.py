@@ -2,7 +2,7 @@
 
 HACK: under DeepSpeed ``Trainer`` makes a new optimizer at every ``train()``, which ``accelerator.prepare`` then gets
 without the model, and refuses ``evaluate()`` before ``train()`` below stage 3; there it takes the optimizer out of the
-config. It offers no hook there. With the patch both do what they do without DeepSpeed, for our plugins only. Written for
+config. It offers no hook there. With the patch both do what they do without DeepSpeed, for our plugins. Written for
 Transformers 5.
 """
 
