@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from requestzero import RequestLoader
-from support.accelerate_loops import Loop, copies, make_accelerator
+from support.accelerate_loops import Loop, make_accelerator
 from support.accelerate_state import fresh
 from support.failures import assert_fails
 from support.ranks import RankGroup
 from support.setup import KEEP_OPTIMIZER
+from support.whole_weights import copies
 
 BF16 = {**KEEP_OPTIMIZER, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 PLUGINS: dict[str, dict[str, Any]] = {

@@ -10,12 +10,13 @@ import torch
 from accelerate import Accelerator
 
 from requestzero import MicroBatch, RequestLoader, RequestZeROPlugin
-from support.accelerate_loops import Loop, copies, make_accelerator, prepare, weights
+from support.accelerate_loops import Loop, make_accelerator, prepare, weights
 from support.accelerate_state import fresh
 from support.failures import assert_fails
 from support.ranks import RankGroup
 from support.recorded_windows import CASES, TwoLayers
 from support.setup import KEEP_OPTIMIZER
+from support.whole_weights import copies
 
 LR = 1 / 16
 CONFIGURATIONS = {

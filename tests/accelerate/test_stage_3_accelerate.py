@@ -10,11 +10,12 @@ import torch
 from accelerate import Accelerator
 
 from requestzero import RequestZeROPlugin
-from support.accelerate_loops import Loop, copies, data, prepare, weights
+from support.accelerate_loops import Loop, data, prepare, weights
 from support.accelerate_state import fresh
 from support.failures import assert_fails
 from support.ranks import RankGroup
 from support.tiny_llama import tiny_llama
+from support.whole_weights import copies
 
 TOKENS = torch.arange(8)[None]
 

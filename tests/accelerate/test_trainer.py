@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from support.accelerate_loops import whole
 from support.accelerate_state import fresh
 from support.failures import assert_fails
 from support.ranks import RankGroup
 from support.setup import KEEP_OPTIMIZER
 from support.tiny_llama import tiny_llama
 from support.trainer import quiet, with_documented_line
+from support.whole_weights import whole
 
 SPLITS = ((1, 8), (2, 4), (4, 2))
 AUTO = {

@@ -6,8 +6,6 @@ small binary fractions; the ranks get different data. ``plugin=False`` runs the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +16,7 @@ import requestzero.accelerate
 from requestzero import RequestZeROPlugin
 from support.accelerate_state import fresh
 from support.models import WIDTH, RowWeight
+from support.whole_weights import whole
 
 
 @dataclass
@@ -72,21 +71,6 @@ def prepare(loop: Loop) -> tuple[Any, ...]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // accelerator.num_processes))
     loader = torch.utils.data.DataLoader(data(loop.batches, accelerator.num_processes), batch_size=1)
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
-
-
-def whole(params: Iterable[torch.nn.Parameter]) -> Any:
-    """A block in which these are whole on every rank, which they always are but at stage 3 (collective there)."""
-    import deepspeed
-
-    params = list(params)
-    sharded = any(hasattr(param, "ds_id") for param in params)
-    return deepspeed.zero.GatheredParameters(params) if sharded else nullcontext()
-
-
-def copies(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Whole weights, as they are now."""
-    with whole(model.parameters()):
-        return [param.detach().clone() for param in model.parameters()]
 
 
 def weights(accelerator: Accelerator, model: torch.nn.Module) -> list[float]:

@@ -286,6 +286,12 @@ FEATURES = (
         "trl/test_trl_trainers.py::test_the_weights_are_those_of_ddp",
     ),
     Feature(
+        "stage 3: SFT, DPO with a reference model, LoRA",
+        TRL,
+        Outcome.SAME,
+        "trl/test_trl_trainers.py::test_stage_3",
+    ),
+    Feature(
         "offload with `retain_gpu_grad_partition_until_step`",
         TRL,
         Outcome.SAME,

@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from support.tiny_llama import tiny_llama
+from support.whole_weights import whole
 
 CASES = ("sft", "dpo", "grpo", "lora")
 WORDS = [f"w{index}" for index in range(28)]
@@ -32,6 +33,8 @@ OFFLOAD = {
         "retain_gpu_grad_partition_until_step": True,
     },
 }
+
+STAGE_3 = {**STAGE_2, "zero_optimization": {"stage": 3}}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -122,7 +125,9 @@ def seeded_llama() -> Any:
 
 
 def weights_of(trainer: Any) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().float().cpu() for p in trainer.model.parameters() if p.requires_grad])
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    with whole(trained):
+        return torch.cat([p.detach().flatten().float().cpu() for p in trained])
 
 
 def main(directory: str) -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from requestzero.config.option_record import OWN_SECTIONS
-from support.accelerate_loops import whole
 from support.accelerate_state import fresh
 from support.ranks import RankGroup
 from support.setup import KEEP_OPTIMIZER
 from support.tiny_llama import tiny_llama
 from support.trainer import quiet, with_documented_line
+from support.whole_weights import whole
 
 AUTO: dict[str, Any] = {
     name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

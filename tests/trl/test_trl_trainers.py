@@ -14,7 +14,7 @@ from support import trl_cases
 from support.accelerate_state import fresh
 from support.ranks import RankGroup
 from support.scripts import finish, start_module
-from support.trl_cases import CASES, OFFLOAD, STAGE_2, trainer_of, weights_of
+from support.trl_cases import CASES, OFFLOAD, STAGE_2, STAGE_3, trainer_of, weights_of
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 PROGRAM = Path(trl_cases.__file__)
@@ -63,9 +63,9 @@ def under_ddp(two_ranks: RankGroup) -> dict[str, torch.Tensor]:
     return {case: two_ranks.run(play, case, "ddp", timeout=300)[0][0] for case in CASES}
 
 
-def check(found: tuple[torch.Tensor, str], expected: torch.Tensor) -> None:
+def check(found: tuple[torch.Tensor, str], expected: torch.Tensor, built: str = "RequestZeROOptimizer") -> None:
     weights, optimizer = found
-    assert optimizer == "RequestZeROOptimizer"
+    assert optimizer == built
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -82,6 +82,12 @@ def test_with_offload_that_retains_the_partition(
     two_ranks: RankGroup, under_ddp: dict[str, torch.Tensor], case: str
 ) -> None:
     check(two_ranks.run(play, case, "before", OFFLOAD)[0], under_ddp[case])
+
+
+@pytest.mark.parametrize("case", ["sft", "dpo", "lora"])
+def test_stage_3(two_ranks: RankGroup, under_ddp: dict[str, torch.Tensor], case: str) -> None:
+    """The reference model of DPO is sharded too."""
+    check(two_ranks.run(play, case, "before", STAGE_3)[0], under_ddp[case], "RequestZeROStage3Optimizer")
 
 
 def test_the_best_model_at_the_end(two_ranks: RankGroup, tmp_path: Path) -> None:
