@@ -207,7 +207,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
     def set_deepspeed_weakref(self) -> None:
         """Also act on a ``zero3_init_flag`` that is false: Accelerate's version has models sharded all the same."""
         super().set_deepspeed_weakref()
-        if not self.zero3_init_flag:
+        if self.settings.stage == STAGE_3 and not self.zero3_init_flag:
             leave_modules_whole()
 
     def requests(self, accelerator: Accelerator) -> Requests:
