@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from requestzero.accelerate.process_group import process_group
 from requestzero.config.nested import Config
+from requestzero.zero.process_group import without_inference_operator
 
 _ENGINE = "_requestzero_evaluation_engine"
 _SECTIONS = ("zero_optimization", "fp16", "bf16")
@@ -29,7 +31,8 @@ def evaluate_sharded(trainer: Any) -> None:
     theirs = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     config: Config = {"train_micro_batch_size_per_gpu": 1}
     config.update({name: theirs[name] for name in _SECTIONS if name in theirs})
-    engine, *_ = deepspeed.initialize(model=trainer.model, config=config, model_parameters=[])
+    with process_group(), without_inference_operator():
+        engine, *_ = deepspeed.initialize(model=trainer.model, config=config, model_parameters=[])
     setattr(trainer, _ENGINE, engine)
     trainer.accelerator._models.append(trainer.model)
 
