@@ -142,5 +142,5 @@ def rounds_of_agreement() -> list[int]:
 
 
 def test_a_forward_needs_no_agreement_beside_that_of_its_request(two_ranks: RankGroup) -> None:
-    """And the step none at all, as at the other stages."""
-    assert two_ranks.run(rounds_of_agreement) == [[4, 4]] * 2
+    """And the step none at all, as at the other stages. The first backward of an engine agrees on the order, in two."""
+    assert two_ranks.run(rounds_of_agreement) == [[2 + 4, 4]] * 2
