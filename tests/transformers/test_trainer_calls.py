@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ def make_rows(count: int = 24) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def make_trainer(deepspeed: Any, model_init: bool = False, sharded: bool = False, **options: Any) -> Any:
+def make_trainer(deepspeed: Any, model_init: bool = False, saved: str | None = None, **options: Any) -> Any:
     from transformers import Trainer, set_seed
 
     from requestzero.transformers import RequestZeROTrainingArguments
@@ -47,10 +47,8 @@ def make_trainer(deepspeed: Any, model_init: bool = False, sharded: bool = False
         args = RequestZeROTrainingArguments(deepspeed=deepspeed, **given)
     set_seed(0)
     model: dict[str, Any] = {"model_init": lambda: tiny_llama()} if model_init else {"model": tiny_llama()}
-    if sharded:
-        with tempfile.TemporaryDirectory() as folder:
-            model["model"].save_pretrained(folder)
-            model["model"] = model["model"].from_pretrained(folder, dtype=torch.float32)
+    if saved is not None:
+        model["model"] = model["model"].from_pretrained(saved, dtype=torch.float32)
         assert all(hasattr(param, "ds_id") for param in model["model"].parameters())
     return Trainer(args=args, train_dataset=make_rows(), eval_dataset=make_rows(8), **model)
 
@@ -109,9 +107,9 @@ def scheduled(deepspeed: Any) -> list[list[float]]:
         return found
 
 
-def evaluated(deepspeed: Any, first: bool, bf16: bool, sharded: bool = False) -> list[Any]:
+def evaluated(deepspeed: Any, first: bool, bf16: bool, saved: str | None = None) -> list[Any]:
     with fresh():
-        trainer = make_trainer(deepspeed, bf16=bf16, sharded=sharded)
+        trainer = make_trainer(deepspeed, bf16=bf16, saved=saved)
         losses = [trainer.evaluate()["eval_loss"] for _ in range(2 * first)]
         trainer.train()
         return [losses, weights(trainer)]
@@ -127,10 +125,12 @@ def test_evaluate_before_train(two_ranks: RankGroup, deepspeed: dict[str, Any], 
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_evaluate_a_sharded_model_before_train(two_ranks: RankGroup, bf16: bool) -> None:
+def test_evaluate_a_sharded_model_before_train(two_ranks: RankGroup, tmp_path: Path, bf16: bool) -> None:
     """One that Transformers has built, of which every rank has a part."""
+    torch.manual_seed(0)
+    tiny_llama().save_pretrained(tmp_path)
     (found, weights), (_, expected) = (
-        two_ranks.run(evaluated, STAGE_3, first, bf16, sharded=True)[0] for first in (True, False)
+        two_ranks.run(evaluated, STAGE_3, first, bf16, str(tmp_path))[0] for first in (True, False)
     )
     whole_model = two_ranks.run(evaluated, STAGE_3, True, bf16)[0][0]
     assert found == pytest.approx(whole_model, rel=1e-2 if bf16 else 1e-6)
