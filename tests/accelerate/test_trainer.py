@@ -184,7 +184,10 @@ def test_a_yaml_file_and_grad_norm_without_clipping(two_ranks: RankGroup, tmp_pa
 def test_a_resumed_run_ends_as_the_uninterrupted_one(
     two_ranks: RankGroup, one_rank: RankGroup, tmp_path: Path, deepspeed: dict[str, Any]
 ) -> None:
-    """On as many ranks, and at stage 2 on one with as many samples per update. At stage 3 the folder of a checkpoint has the whole weights too."""
+    """On as many ranks, and at stage 2 on one with as many samples per update.
+
+    The folder of a checkpoint has the whole weights, at stage 3 too.
+    """
     saving = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
     uninterrupted = two_ranks.run(train, 2, 2, deepspeed, updates=4, **saving)
     resumed = two_ranks.run(train, 2, 2, deepspeed, updates=4, resume=str(tmp_path / "checkpoint-2"))
