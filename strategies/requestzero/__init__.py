@@ -1,4 +1,4 @@
-"""Exact optimizer steps for windows of requests with DeepSpeed ZeRO-1/2.
+"""Exact optimizer steps for windows of requests with DeepSpeed ZeRO 1, 2 and 3.
 
 Importing this package loads neither torch nor DeepSpeed and changes nothing global; every public name is
 loaded on first use.
@@ -11,7 +11,7 @@ Packages, each of which imports only from those before it:
 - ``rank_check``: agreement of the data-parallel ranks on what comes next.
 - ``zero``: the ZeRO optimizer and its engine.
 - ``lightning``, ``accelerate``, ``fabric``, ``transformers``: the front ends.
-- ``doctor``, ``probe``, ``checkpoint``: command-line tools.
+- ``doctor``, ``probe``, ``checkpoint``, ``run``, ``faults``: command-line tools.
 - ``recipes``, ``configs``: runnable training jobs and their YAML.
 """
 

@@ -126,6 +126,8 @@ def refusals() -> list[str]:
         lambda: launched.clip_gradients(model, optimizer, max_norm=0.0),
         lambda: three.clip_gradients(part[1], part[2], clip_val=1.0),
         lambda: optimizer.load_state_dict({}),
+        lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]}),
+        lambda: launched.save("unused", {"model": model, "lr_scheduler": None}),
         lambda: RequestZeROFabric.engine_of(torch.nn.Linear(1, 1)),
     ]
     texts = []
@@ -141,7 +143,8 @@ def refusals() -> list[str]:
 
 def test_what_is_refused(two_ranks: RankGroup) -> None:
     for texts in two_ranks.run(refusals):
-        parts = ["2-norm", "positive", "stage 3", "fabric.load", "fabric.setup", "error_if_nonfinite"]
+        parts = ["2-norm", "positive", "stage 3", "fabric.load", "add_param_group", "another name"]
+        parts += ["fabric.setup", "error_if_nonfinite"]
         assert all(part in text for part, text in zip(parts, texts, strict=True)), texts
 
 
@@ -206,6 +209,64 @@ def built_in_parts() -> tuple[bool, bool]:
 
 def test_a_module_of_stage_3_is_built_in_parts(two_ranks: RankGroup) -> None:
     assert two_ranks.run(built_in_parts) == [(True, True)] * 2
+
+
+def scheduled(chosen: Any) -> tuple[list[torch.Tensor], float]:
+    """A scheduler that ``setup`` gets too is stepped by the loop alone."""
+    launched = fabric(chosen)
+    torch.manual_seed(0)
+    model = ExactLayers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    given = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    wrapped, stepped, scheduler = launched.setup(model, optimizer, scheduler=given)
+    for window in range(3):
+        accumulate(launched, wrapped, window)
+        stepped.step()
+        scheduler.step()
+    return weights(wrapped), stepped.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, True), (2, False), (3, False)])
+def test_a_scheduler_given_to_setup(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    ours, theirs = two_ranks.run(scheduled, strategy(stage, offload)), two_ranks.run(scheduled, "ddp")
+    assert [rate for _, rate in ours] == [rate for _, rate in theirs] == [LR / 8] * 2
+    assert same([after for after, _ in ours], [after for after, _ in theirs])
+
+
+def evaluated(stage: int) -> torch.Tensor:
+    launched = fabric(strategy(stage))
+    torch.manual_seed(0)
+    model = launched.setup(torch.nn.Linear(4, 4))
+    with torch.no_grad():
+        result: torch.Tensor = model(torch.ones(1, 4))
+    return result
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_without_an_optimizer(two_ranks: RankGroup, stage: int) -> None:
+    torch.manual_seed(0)
+    expected = torch.nn.Linear(4, 4)(torch.ones(1, 4))
+    for result in two_ranks.run(evaluated, stage):
+        torch.testing.assert_close(result, expected.detach())
+
+
+def clipped_and_discarded() -> bool:
+    """A norm that was asked for a window that is discarded does not clip the next one."""
+    launched, model, optimizer = set_up(strategy())
+    accumulate(launched, model, 0)
+    launched.clip_gradients(model, optimizer, max_norm=1e-3)
+    optimizer.zero_grad()
+    accumulate(launched, model, 1)
+    optimizer.step()
+    after = weights(model)
+    launched, model, optimizer = set_up(strategy())
+    accumulate(launched, model, 1)
+    optimizer.step()
+    return same([after], [weights(model)])
+
+
+def test_a_discarded_window_takes_its_clipping_with_it(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(clipped_and_discarded) == [True] * 2
 
 
 def saved_and_resumed(

@@ -260,15 +260,20 @@ class Accelerator(StockAccelerator):
 
         Raises:
             RuntimeError: inside a request.
+            RankDisagreementError: another rank does something else.
         """
         wrapper = self.engine_wrapper
         if wrapper is None:
             return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
-        with state_folder(self, output_dir) as folder:
+        agreement = wrapper.engine.agreement
+        agreement.before_collective("accelerator.save_state")  # the folder is made together
+        with wrapper.engine.failing_together(), state_folder(self, output_dir) as folder:
             super().save_state(str(folder), safe_serialization, **save_model_func_kwargs)
             if self.is_main_process:
                 write_tally(folder, wrapper.tally.state())
-        return output_dir if output_dir is not None else str(newest_folder(self))
+            agreement.before_collective("the end of accelerator.save_state")
+        named_by_project = self.project_configuration.automatic_checkpoint_naming
+        return str(newest_folder(self)) if named_by_project else output_dir
 
     @override
     def load_state(
@@ -280,6 +285,9 @@ class Accelerator(StockAccelerator):
             input_dir: the folder; the newest where the project names folders itself.
             load_kwargs: as in Accelerate.
             **load_model_func_kwargs: for the engine's ``load_checkpoint``, such as ``discard_window=True``.
+
+        Raises:
+            RankDisagreementError: another rank does something else.
         """
         wrapper = self.engine_wrapper
         if wrapper is not None and input_dir is None and self.project_configuration.automatic_checkpoint_naming:
@@ -287,6 +295,7 @@ class Accelerator(StockAccelerator):
             input_dir = None if newest is None else str(newest)
         if wrapper is not None and input_dir is not None:
             folder = Path(input_dir).expanduser()
+            wrapper.engine.agreement.before_collective("accelerator.load_state")
             on_one_rank(self.is_main_process, lambda: recover(folder))
         super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         if wrapper is not None and input_dir is not None:
@@ -309,7 +318,7 @@ class Accelerator(StockAccelerator):
         """
         wrapper = self.engine_wrapper
         if wrapper is not None and model is wrapper.engine and wrapper.engine.zero_optimization_partition_weights():
-            wrapper.engine.agreement.before_checkpoint("gathers the weights of")
+            wrapper.engine.agreement.before_collective("accelerator.get_state_dict")
         return super().get_state_dict(model, unwrap)
 
     @override

@@ -6,9 +6,13 @@ Importing this module registers the strategy's names with Fabric (``request_zero
 
 from __future__ import annotations
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
+from requestzero.environment.ranges import require_allowed
 
-from requestzero.fabric.strategy import RequestZeROFabric
+require_allowed("lightning")  # first: another version may lack what is imported below
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
+
+from requestzero.fabric.strategy import RequestZeROFabric  # noqa: E402
 
 RequestZeROFabric.register_strategies(STRATEGY_REGISTRY)
 

@@ -18,9 +18,14 @@ class NextStepClipping:
         self._asked: dict[RequestZeROEngine, float] = {}
 
     def ask(self, engine: RequestZeROEngine, max_norm: float) -> None:
-        """Let the next step of an engine clip at ``max_norm``; infinity changes nothing."""
+        """Let the next step of an engine clip at ``max_norm``, or with infinity as the config says."""
+        self.forget(engine)
         if not math.isinf(max_norm):
             self._asked[engine] = float(max_norm)
+
+    def forget(self, engine: RequestZeROEngine) -> None:
+        """Let the next step of an engine clip as the config says."""
+        self._asked.pop(engine, None)
 
     @contextmanager
     def applied(self, engine: RequestZeROEngine) -> Iterator[None]:
@@ -43,7 +48,7 @@ def check_norm(engine: RequestZeROEngine, max_norm: float, norm_type: float) -> 
     if not max_norm > 0:
         raise ValueError(f"clip_gradients(max_norm={max_norm!r}) is not allowed: use a positive number.")
     configured = float(engine.optimizer.clip_grad)
-    if configured not in (0.0, float(max_norm)):
+    if not math.isinf(max_norm) and configured not in (0.0, float(max_norm)):
         raise ValueError(
             f"clip_gradients(max_norm={max_norm!r}) contradicts gradient_clipping={configured!r} of the config, at "
             "which the step clips: use the same value, or leave it out of the config."

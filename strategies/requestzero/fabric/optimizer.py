@@ -21,11 +21,17 @@ class FabricWindowOptimizer(torch.optim.Optimizer):
     Args:
         engine: whose windows are stepped and discarded.
         step: makes the update of an engine's window.
+        discard: discards it.
     """
 
-    def __init__(self, engine: RequestZeROEngine, step: Callable[[RequestZeROEngine], None]) -> None:
+    def __init__(
+        self,
+        engine: RequestZeROEngine,
+        step: Callable[[RequestZeROEngine], None],
+        discard: Callable[[RequestZeROEngine], None],
+    ) -> None:
         # Without super(), whose groups and state would be others than those of the ZeRO optimizer.
-        self.engine, self._apply = engine, step
+        self.engine, self._apply, self._discard = engine, step, discard
 
     @property
     def _zero(self) -> Any:
@@ -67,7 +73,19 @@ class FabricWindowOptimizer(torch.optim.Optimizer):
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the open window; after a step there is none."""
-        self.engine.zero_grad()
+        self._discard(self.engine)
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: partitions are laid out once.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "optimizer.add_param_group() is not possible with ZeRO, which lays out the partitions of all parameters in "
+            "fabric.setup: give the optimizer all groups before it, and freeze those that are trained later after it."
+        )
 
     @override
     def state_dict(self) -> dict[str, Any]:

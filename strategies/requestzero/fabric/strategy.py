@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from torch.nn import Module
@@ -163,6 +164,13 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
             "fabric.setup(model, optimizer) has returned with this strategy."
         )
 
+    def __repr__(self) -> str:
+        """Say where it belongs: Trainers show this in their error."""
+        return (
+            f"<RequestZeROFabric(stage={self.settings.stage}), for lightning.fabric.Fabric, not for a Trainer, for "
+            "which there is requestzero.RequestZeRO>"
+        )
+
     # --- processes, device, config ----------------------------------------------------------------------------------
 
     @override
@@ -229,9 +237,9 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
     ) -> tuple[Any, list[Optimizer], Any]:
         """Also give the loop an optimizer whose ``step`` and ``zero_grad`` are those of the engine's windows."""
         engine: Any
-        engine, _, scheduler = super().setup_module_and_optimizers(module, optimizers, scheduler)
+        engine, _, _ = super().setup_module_and_optimizers(module, optimizers)  # the engine would step the scheduler
         self._engines.append(engine)
-        return engine, [FabricWindowOptimizer(engine, self._step)], scheduler
+        return engine, [FabricWindowOptimizer(engine, self._step, self._discard)], scheduler
 
     @override
     def _initialize_engine(self, model: Module, optimizer: Optimizer | None = None, scheduler: Any = None) -> Any:
@@ -241,7 +249,7 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
             import deepspeed
 
             engine, _, _, _ = deepspeed.initialize(
-                args=arguments, config=without_own_keys(self.config), model=model, dist_init_required=False
+                args=arguments, config=self._config_without_optimizer(), model=model, dist_init_required=False
             )
             return engine, None, None
         from requestzero.zero.initialization import initialize
@@ -257,6 +265,11 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         )
         return engine, zero_optimizer, scheduler
 
+    def _config_without_optimizer(self) -> Config:
+        names = ("fp16", "bf16", *(("zero_optimization",) if self.zero_stage_3 else ()))
+        theirs = without_own_keys(self.config)
+        return {"train_micro_batch_size_per_gpu": 1, **{name: theirs[name] for name in names if name in theirs}}
+
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     @override
@@ -264,11 +277,15 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         """Apply the window of the optimizer's engine, divided as ``normalization`` says. Collective."""
         if isinstance(optimizer, FabricWindowOptimizer):
             return optimizer.step(**kwargs)
-        return FabricWindowOptimizer(optimizer, self._step).step(**kwargs)
+        return FabricWindowOptimizer(optimizer, self._step, self._discard).step(**kwargs)
 
     def _step(self, engine: RequestZeROEngine) -> None:
         with self._clipping.applied(engine):
             engine.step(normalization=self.settings.normalization)
+
+    def _discard(self, engine: RequestZeROEngine) -> None:
+        self._clipping.forget(engine)
+        engine.zero_grad()
 
     @override
     def clip_gradients_norm(
@@ -297,8 +314,9 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         return norm
 
     def _divisor(self, engine: RequestZeROEngine) -> float | None:
-        divisors = {"sum": 1.0, "mean": float(engine.update_window.micro_batches), "token": None}
-        return divisors[self.settings.normalization]
+        if self.settings.normalization == "mean":
+            return float(engine.update_window.divisor_of_mean() or 1)  # 0 where all requests were dropped
+        return None if self.settings.normalization == "token" else 1.0
 
     @override
     def clip_gradients_value(self, module: Any, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -333,9 +351,15 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         An open update window is saved too, between requests. The folder appears as a whole.
 
         Raises:
+            ValueError: ``state`` has the key ``"lr_scheduler"``, which Fabric would not load again.
             RuntimeError: inside a request.
             RankDisagreementError: another rank does something else.
         """
+        if "lr_scheduler" in state:
+            raise ValueError(
+                "fabric.save() got a state with the key 'lr_scheduler', under which DeepSpeed keeps a scheduler of its "
+                "own and which fabric.load() leaves out: give yours another name, such as 'scheduler'."
+            )
         self._agree("fabric.save")
         items = {key: value for key, value in state.items() if not isinstance(value, FabricWindowOptimizer)}
         with appearing(Path(self.broadcast(path)), self.is_global_zero) as folder:
@@ -345,13 +369,25 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
     def load_checkpoint(
         self, path: _PATH, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a folder of DeepSpeed's. Collective.
+        """Load a folder of DeepSpeed's, and go on with the update window that was open in it. Collective.
+
+        A window that another number of ranks has begun is discarded with a warning where ``normalization`` is
+        ``"mean"``: there is no mean over the micro-batches of a rank in it.
 
         Raises:
             RankDisagreementError: another rank does something else.
         """
         self._agree("fabric.load")
-        return super().load_checkpoint(path, state, strict, weights_only)
+        loaded = super().load_checkpoint(path, state, strict, weights_only)
+        for engine in self._engines:
+            if engine.update_window.shared_out and self.settings.normalization == "mean":
+                rank_zero_warn(
+                    "RequestZeROFabric discards the open update window of the checkpoint: another number of ranks has "
+                    "begun it, so that there is no mean over the micro-batches of a rank (normalization='token' and "
+                    "'sum' go on in it)."
+                )
+                engine.zero_grad()
+        return loaded
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ def check_device(device: torch.device, owner: str = "Trainer") -> None:
     """Raise ValueError unless the device of ``owner`` is one that its strategy runs on."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"RequestZeRO runs on CUDA and CPU, but the {owner}'s device is {device.type!r}: use "
+            f"requestzero runs on CUDA and CPU, but the {owner}'s device is {device.type!r}: use "
             f'{owner}(accelerator="cuda") or {owner}(accelerator="cpu").'
         )
 

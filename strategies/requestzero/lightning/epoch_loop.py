@@ -46,6 +46,7 @@ class WindowEpochLoop(_TrainingEpochLoop):
             return
         device = self.trainer.strategy.root_device
         sigterm = self.trainer.received_sigterm or (driver.sigterm is not None and driver.sigterm.pending)
+        sigterm = sigterm and not driver.inside_request  # at its end what is pending can be saved
         requeue = driver.requeue_is_due and self.trainer.is_global_zero
         received = torch.tensor([int(sigterm), int(requeue)], device=device)
         work = torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX, async_op=True)

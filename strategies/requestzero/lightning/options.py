@@ -56,7 +56,7 @@ _NVME = "it is for NVMe offload, whose gradients RequestZeRO cannot sum; leave i
 NOT_APPLICABLE = {
     "zero_optimization": 'RequestZeRO is ZeRO 1, 2 or 3; use strategy="ddp" to train without ZeRO',
     "offload_optimizer_device": "RequestZeRO offloads the optimizer to the CPU only; leave it out",
-    "remote_device": "RequestZeRO builds modules of stage 3 on the Trainer's device; leave it out",
+    "remote_device": "modules of stage 3 are built on the device that trains; leave it out",
     "offload_params_device": "RequestZeRO offloads weights to the CPU only, by offload_parameters=True; leave it out",
     "params_buffer_count": _NVME,
     "params_buffer_size": _NVME,

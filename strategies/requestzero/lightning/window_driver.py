@@ -345,7 +345,13 @@ class WindowDriver:
         return {"requests": self.marks.requests, "validation_due": loop.validation_due}
 
     def resume_window(self, place: dict[str, Any]) -> None:
-        """Go on inside the window that the engine has loaded."""
+        """Go on inside the window that the engine has loaded, unless the step could not divide it."""
+        if self._running.update_window.shared_out and self._owner.settings.normalization == "mean":
+            self.discard_window(
+                "another number of ranks has begun it, so that there is no mean over the micro-batches of a rank "
+                "(normalization='token' and 'sum' go on in it)"
+            )
+            return
         self.marks.resume(place["requests"])
         cast(WindowLoop, self.trainer.fit_loop.epoch_loop).validation_due = place["validation_due"]
 

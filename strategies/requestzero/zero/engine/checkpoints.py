@@ -14,7 +14,7 @@ from requestzero.zero.engine.other_ranks import OtherRanksEngine
 from requestzero.zero.overflow.skips import SkipRecord
 from requestzero.zero.window_checkpoint import replacing, saving
 from requestzero.zero.window_checkpoint.record import SavedWindow
-from requestzero.zero.window_checkpoint.together import on_one_rank, together
+from requestzero.zero.window_checkpoint.together import on_one_rank, together, true_on_all
 
 _SKIPS_IN_CHECKPOINT = "requestzero_skips"
 _APPLIED_IN_CHECKPOINT = "requestzero_applied_requests"
@@ -107,9 +107,8 @@ class CheckpointingEngine(OtherRanksEngine):
     def _save_as_a_whole(
         self, save_dir: Path, tag: str, state: dict[str, Any], save_latest: bool, exclude_frozen: bool
     ) -> None:
-        folder, moves = save_dir / tag, self._moves_folders
-        staging = replacing.staging_of(folder)
-        on_one_rank(moves, lambda: replacing.begin(folder))
+        folder = save_dir / tag
+        staging, moves = replacing.staging_of(folder), self._begin_folder(folder)
         super().save_checkpoint(str(save_dir), str(staging.relative_to(save_dir)), state, False, exclude_frozen)
         if self.update_window.is_open:
             stage, offload = self.zero_optimization_stage(), bool(self.zero_offload_optimizer())
@@ -118,6 +117,16 @@ class CheckpointingEngine(OtherRanksEngine):
         on_one_rank(moves, lambda: replacing.commit(folder))
         if save_latest:
             on_one_rank(moves, lambda: replacing.write_file(save_dir / "latest", tag))
+
+    def _begin_folder(self, folder: Path) -> bool:
+        """Make the folder in which to write; return whether this rank moves it to its place. Collective."""
+        moves = self._moves_folders
+        on_one_rank(moves, lambda: replacing.begin(folder))
+        if true_on_all(replacing.staging_of(folder).is_dir()):
+            return moves
+        on_each_node = self.local_rank == 0  # the nodes have disks of their own
+        on_one_rank(on_each_node and not moves, lambda: replacing.begin(folder))
+        return on_each_node
 
     @property
     def _moves_folders(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from requestzero.zero.window_checkpoint.together import on_one_rank
+from requestzero.zero.window_checkpoint.together import on_one_rank, true_on_all
 
 _WRITING = ".requestzero_writing"
 _REPLACED = ".requestzero_replaced"
@@ -51,6 +51,13 @@ def commit(path: Path) -> None:
     _remove_empty(staging.parent)
 
 
+def drop(path: Path) -> None:
+    """Remove the folder that :func:`begin` has made."""
+    staging = staging_of(path)
+    _remove(staging)
+    _remove_empty(staging.parent)
+
+
 def recover(path: Path) -> None:
     """Put back what :func:`commit` had moved away when it was killed, where the file system cannot exchange folders."""
     replaced = _replaced(path)
@@ -63,7 +70,8 @@ def recover(path: Path) -> None:
 def appearing(path: Path, moves: bool, ours: Callable[[str], bool] = lambda name: False) -> Iterator[Path]:
     """Write a folder as a whole: the block gets another one, which is moved to ``path`` at its end. Collective.
 
-    Where ``path`` exists and holds something else, which must not be lost, the block gets ``path`` itself.
+    Where ``path`` exists and holds something else, which must not be lost, the block gets ``path`` itself. So it does
+    where the ranks do not share the folder's disk.
 
     Args:
         path: the same on all ranks.
@@ -72,14 +80,22 @@ def appearing(path: Path, moves: bool, ours: Callable[[str], bool] = lambda name
     """
     path = Path(os.path.realpath(path))
     on_one_rank(moves, lambda: recover(path))
-    if path.exists() and not (
-        path.is_dir() and all(ours(each.name) for each in path.iterdir()) and not Path.cwd().is_relative_to(path)
-    ):
+    if not true_on_all(_may_be_replaced(path, ours)):
         yield path
         return
     on_one_rank(moves, lambda: begin(path))
+    if not true_on_all(staging_of(path).is_dir()):
+        on_one_rank(moves, lambda: drop(path))
+        yield path
+        return
     yield staging_of(path)
     on_one_rank(moves, lambda: commit(path))
+
+
+def _may_be_replaced(path: Path, ours: Callable[[str], bool]) -> bool:
+    if not path.exists():
+        return True
+    return path.is_dir() and all(ours(each.name) for each in path.iterdir()) and not Path.cwd().is_relative_to(path)
 
 
 def write_file(file: Path, text: str) -> None:

@@ -25,6 +25,13 @@ def on_one_rank(runs_here: bool, work: Callable[[], object]) -> None:
         raise RuntimeError(f"The checkpoint could not be written: {next(filter(None, errors))}")
 
 
+def true_on_all(condition: bool) -> bool:
+    """Return whether the condition holds on every rank. Collective."""
+    conditions = [condition] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(conditions, condition)
+    return all(conditions)
+
+
 def together(work: Callable[[], object]) -> None:
     """Run ``work`` on every rank. Collective.
 
