@@ -52,6 +52,7 @@ SETUPS = [
     Setup(config=ABORT),
     Setup(stage=1, config=ABORT),
     Setup(offload=True, model="bf16", config=ABORT),
+    Setup(config={"requestzero": {"abort": True, "reduce_gradients_at": "auto"}}),  # compares free memory as well
     Setup(stage=3, model="bf16", zero=GATHERED, config=ABORT),
 ]
 

@@ -38,7 +38,8 @@ from requestzero.lightning.requeue import DeferredRequeue
 from requestzero.lightning.sigterm import NotedSigterm
 from requestzero.lightning.update_counts import UpdateCounts
 from requestzero.lightning.window_driver import WindowDriver
-from requestzero.zero.window_checkpoint.replacing import appearing
+from requestzero.zero.window_checkpoint.replacing import appearing, recover
+from requestzero.zero.window_checkpoint.together import on_one_rank
 
 _OFFLOADED = {
     1: " with the optimizer on the CPU",
@@ -320,6 +321,7 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
             RankDisagreementError: another rank does something else.
         """
         self._checkpointing.before_load(checkpoint_path)
+        on_one_rank(self.is_global_zero, lambda: recover(Path(checkpoint_path)))
         if Path(checkpoint_path).is_file():
             return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
         loading = loading_parts if self.zero_stage_3 else capturing

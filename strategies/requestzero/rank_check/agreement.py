@@ -224,9 +224,10 @@ class RankAgreement(Agreement):
         self._reducing, self._waiting_for = False, lambda: self._progress.ends_request(Kind.FINITE_CHECK)
 
     @override
-    def before_checkpoint(self, action: str) -> None:
-        text = f"{action} a checkpoint after {self._progress}"
-        self._agree(self._progress.intent(Kind.CHECKPOINT, text, action))
+    def before_checkpoint(self, action: str, tag: str | None = None) -> None:
+        named = "" if tag is None else f", tag {tag!r}"
+        text = f"{action} a checkpoint after {self._progress}{named}"
+        self._agree(self._progress.intent(Kind.CHECKPOINT, text, f"{action}{named}"))
         self._reducing, self._waiting_for = False, lambda: self._progress.intent(Kind.FILES, text)
 
     @override
@@ -247,6 +248,7 @@ class RankAgreement(Agreement):
         self.check()
         self._finish()
         self._following = following
+        self._progress.reductions += 1
         if not self._order.follows(flush):
             self._agree(self._progress.reduces(Kind.ORDER, repr(flush)))
         self._reducing = True

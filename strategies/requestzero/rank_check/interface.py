@@ -83,8 +83,8 @@ class Agreement:
     def before_finite_check(self) -> None:
         """Agree to check a request's gradient at its end (collective, unless that was announced)."""
 
-    def before_checkpoint(self, action: str) -> None:
-        """Agree to save or load a checkpoint, as ``action`` says (collective)."""
+    def before_checkpoint(self, action: str, tag: str | None = None) -> None:
+        """Agree to save or load a checkpoint, as ``action`` says, of one tag if it is given (collective)."""
 
     def before_collective(self, name: str) -> None:
         """Agree to a collective of the training loop, such as a barrier (collective); nothing once ranks disagree."""

@@ -23,6 +23,8 @@ class Progress:
         self.windows = 0
         """Times that the ranks have agreed to step."""
         self.request = Request()
+        self.reductions = 0
+        """Reductions that this rank has begun. On a GPU they are only queued when the next vote comes."""
 
     @property
     def window(self) -> Window:
@@ -79,8 +81,8 @@ class Progress:
         return f"the gradients of micro-batch {self.request.done + 1} of {self.request}"
 
     def votes(self, kind: Kind, text: str) -> Intent:
-        """Return the intent to go on with the request, or to abort it, wherever in it a rank is."""
-        return Intent(kind, self.request.number, micro_batch=0, window=0, text=text)
+        """Return the intent to go on with the request, or to abort it, wherever in it a rank is between reductions."""
+        return Intent(kind, self.request.number, micro_batch=self.reductions, window=0, text=text)
 
     def steps(self, kind: Kind) -> Intent:
         """Return the intent to step."""

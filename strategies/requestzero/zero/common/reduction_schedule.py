@@ -61,9 +61,14 @@ class ReductionSchedule:
         """Return whether a gradient is reduced as it comes, in a backward that :meth:`reduces`."""
         return not self.fills_absent and (self.in_every_backward or (self.overlaps and reduces))
 
+    @property
+    def asks_for_memory(self) -> bool:
+        """True where :meth:`gives_up` is collective."""
+        return self._time.while_memory and not self._gave_up
+
     def gives_up(self) -> bool:
         """Return whether memory has run short. Collective where memory decides; then call :meth:`give_up`."""
-        return self._time.while_memory and not self._gave_up and not self._keeps()
+        return self.asks_for_memory and not self._keeps()
 
     def give_up(self) -> None:
         """Reduce in every backward, until the window's end."""

@@ -57,7 +57,7 @@ class AbortingEngine(CheckpointingEngine):
         """Be between requests again, for DeepSpeed too: a step may follow."""
         self.optimizer.clear_backward_seen_flag()
         self._manual_backward_expected = False
-        self._unmanaged_backward_count = 0
+        self._unmanaged_backward_count = self.update_window.micro_batches
         if self._is_gradient_accumulation_boundary is False:
             self.set_gradient_accumulation_boundary(True)
 
@@ -105,11 +105,13 @@ class AbortingEngine(CheckpointingEngine):
         """
         self.begin_request(request_id, micro_batches=micro_batches, window_end=window_end, once=once)
         self.set_gradient_accumulation_boundary(False)
-        with self.aborting():
-            yield
-            self.agreement.end_block()
-        self.end_request()
-        self.set_gradient_accumulation_boundary(True)  # where a step is possible
+        try:
+            with self.aborting():
+                yield
+                self.agreement.end_block()
+            self.end_request()
+        finally:
+            self.set_gradient_accumulation_boundary(True)  # where a step is possible
 
     @contextmanager
     def aborting(self) -> Iterator[None]:
@@ -117,7 +119,8 @@ class AbortingEngine(CheckpointingEngine):
         try:
             yield
         except AbortRequest as error:
-            self.abort_request(str(error))
+            with self.failing_together():
+                self.abort_request(str(error))
         except RankDisagreementError:
             raise
         except Exception as error:

@@ -50,7 +50,8 @@ class CheckpointingEngine(OtherRanksEngine):
 
         Args:
             save_dir: folder of checkpoints.
-            tag: name of this one; DeepSpeed's ``global_step<n>`` unless given. A folder of that name is replaced.
+            tag: name of this one; DeepSpeed's ``global_step<n>`` unless given. A folder of that name is replaced; what
+                others have put into it stays. The same on all ranks.
             client_state: anything else to save with it; not changed.
             save_latest: write the tag into the file ``latest``, which names the checkpoint to load by default.
             exclude_frozen_parameters: leave them out.
@@ -63,9 +64,9 @@ class CheckpointingEngine(OtherRanksEngine):
                 On all ranks, if the folder cannot be moved to its place.
             RankDisagreementError: another rank does something else, or the ranks have disagreed before.
         """
-        self.agreement.before_checkpoint("saves")
-        self._complete_window()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self.agreement.before_checkpoint("saves", tag)
+        self._complete_window()
         state = {
             **(client_state or {}),
             _SKIPS_IN_CHECKPOINT: self._skips.state_dict(),
@@ -114,7 +115,7 @@ class CheckpointingEngine(OtherRanksEngine):
             stage, offload = self.zero_optimization_stage(), bool(self.zero_offload_optimizer())
             saving.save(self.optimizer, staging, stage=stage, offload=offload, writes_record=moves)
         self.agreement.before_collective("the end of a save")
-        on_one_rank(moves, lambda: replacing.commit(folder))
+        on_one_rank(moves, lambda: replacing.commit(folder, _is_of_a_checkpoint))
         if save_latest:
             on_one_rank(moves, lambda: replacing.write_file(save_dir / "latest", tag))
 
@@ -183,7 +184,7 @@ class CheckpointingEngine(OtherRanksEngine):
     def _load_window(self, folder: Path) -> None:
         try:
             together(lambda: self._read_window(folder))
-        except (ValueError, OSError):
+        except Exception:
             self.zero_grad()  # other ranks have loaded theirs
             raise
         if not self.managed_gradient_accumulation():
@@ -193,6 +194,11 @@ class CheckpointingEngine(OtherRanksEngine):
         saved = SavedWindow.read(folder)
         if saved is not None:
             self.optimizer.load_window(folder, saved)
+
+
+def _is_of_a_checkpoint(name: str) -> bool:
+    """Return whether DeepSpeed or this package writes a file of this name into a tag's folder."""
+    return name.endswith("_states.pt") or name.startswith(("layer_", "requestzero_window", "zero"))
 
 
 def _recover(load_dir: Path, tag: str | None) -> None:

@@ -138,7 +138,7 @@ class CountingEngine(DeepSpeedEngine):
         record, limit = self._skips, self.options.overflow.max_consecutive_skips
         record.note_scale(self.attempted_updates - 1, scale)
         if self.was_step_applied():
-            self._applied.note(window.request_ids)
+            self._applied.note(window.request_ids[: window.requests])
             record.consecutive = 0
             record.note_scale(self.attempted_updates, float(self.optimizer.loss_scale))
             return

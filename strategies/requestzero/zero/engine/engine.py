@@ -388,8 +388,8 @@ class RequestZeROEngine(AbortingEngine):
         if self.optimizer._backward_active_depth == 0:
             self.optimizer.clear_backward_seen_flag()
             self.agreement.begin_backward(last=last)
-            if self.zero_optimization_partition_weights():
-                self.agreement.finish_vote()  # before the backward gathers weights
+            if self.zero_optimization_partition_weights() or self.optimizer.schedule.asks_for_memory:
+                self.agreement.finish_vote()  # before the ranks gather weights, or compare their free memory
             if not self.update_window.request_open:
                 self.optimizer.begin_request()
         super()._backward_prologue()

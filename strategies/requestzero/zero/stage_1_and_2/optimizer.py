@@ -212,7 +212,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         if self.schedule.at_next_request:
             with self.rollback.suspended():
                 self.reduce_pending()
-        if self.window_options.aborts:
+        if self.window_options.aborts and self.window.has_sum:
             self.sums.end_request()
         self.rollback.begin_request()
         if unseen and self.schedule.at_next_request:

@@ -10,7 +10,7 @@ import ctypes
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from requestzero.zero.window_checkpoint.together import on_one_rank, true_on_all
@@ -26,17 +26,24 @@ def staging_of(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Return the empty folder in which to write. What a killed writer has left there is removed."""
+    """Return the empty folder in which to write. What a killed writer has left there, of any name, is removed."""
+    recover(path)
     staging = staging_of(path)
-    _remove(staging)
+    _remove(staging.parent)
     staging.mkdir(parents=True)
     return staging
 
 
-def commit(path: Path) -> None:
-    """Move what was written to ``path``; what was there before is removed."""
+def commit(path: Path, ours: Callable[[str], bool] = lambda name: True) -> None:
+    """Move what was written to ``path``; what was there before is removed.
+
+    Args:
+        path: the folder's place.
+        ours: tells by its name whether an entry of what was there may go; others are taken along.
+    """
     staging = staging_of(path)
     _flush(staging)
+    _take_along(path, staging, ours)
     if not path.exists():
         os.rename(staging, path)
     elif not _exchange(staging, path):
@@ -45,10 +52,31 @@ def commit(path: Path) -> None:
         replaced.parent.mkdir(exist_ok=True)
         os.rename(path, replaced)
         os.rename(staging, path)
-        _remove(replaced)
-        _remove_empty(replaced.parent)
-    _remove(staging)
-    _remove_empty(staging.parent)
+        with suppress(OSError):  # the new folder is in its place; the next writer tries again
+            _remove(replaced)
+            _remove_empty(replaced.parent)
+    with suppress(OSError):
+        _remove(staging)
+        _remove_empty(staging.parent)
+
+
+def _take_along(path: Path, staging: Path, ours: Callable[[str], bool]) -> None:
+    """Link what others have put into a folder into the one that replaces it."""
+    for entry in path.iterdir() if path.is_dir() else ():
+        target = staging / entry.name
+        if ours(entry.name) or target.exists():
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+        else:
+            _link(entry, target)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def drop(path: Path) -> None:

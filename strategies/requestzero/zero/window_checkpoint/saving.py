@@ -33,6 +33,7 @@ def save(optimizer: CheckpointedOptimizer, folder: Path, *, stage: int, offload:
         get_accelerator().synchronize()  # the sums may have been written on several streams
         dtype = optimizer.gradient_accumulation_dtype
         sums.write(folder, dist.get_rank(group=group), optimizer.sums.owned_parts(), dtype)
+    optimizer.ranks.agreement.before_collective("the record of the window")  # a rank may have failed to write
     records: list[SavedRank] = [rank] * optimizer.ranks.size
     torch.distributed.all_gather_object(records, rank, group=group)
     if writes_record:

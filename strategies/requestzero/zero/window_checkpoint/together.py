@@ -17,7 +17,7 @@ def on_one_rank(runs_here: bool, work: Callable[[], object]) -> None:
     if runs_here:
         try:
             work()
-        except OSError as failure:
+        except Exception as failure:  # whatever it is: the others wait for this rank
             error = f"{type(failure).__name__}: {failure}"
     errors = [error] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(errors, error)
@@ -36,12 +36,12 @@ def together(work: Callable[[], object]) -> None:
     """Run ``work`` on every rank. Collective.
 
     Raises:
-        ValueError, OSError: on all ranks, that of the first rank that has raised one.
+        Exception: on all ranks, that of the first rank that has raised one.
     """
     error: Exception | None = None
     try:
         work()
-    except (ValueError, OSError) as failure:
+    except Exception as failure:  # whatever it is: the others wait for this rank
         error = failure
     errors: list[Exception | None] = [error] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(errors, error)
