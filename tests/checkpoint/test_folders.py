@@ -39,7 +39,7 @@ def test_what_others_have_put_into_a_tag_stays(two_ranks: RankGroup, tmp_path: P
     assert (best / "tokenizer" / "vocabulary.txt").read_text() == "a b c"
     assert not (best / "requestzero_window.json").exists()
     assert len(list(best.glob("*optim_states.pt"))) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest", "zero_to_fp32.py"]
+    assert not list(tmp_path.glob(".requestzero*"))
 
 
 def test_what_a_killed_writer_has_left_goes(two_ranks: RankGroup, tmp_path: Path) -> None:
