@@ -222,6 +222,7 @@ def scheduled(chosen: Any) -> tuple[list[torch.Tensor], float]:
     for window in range(3):
         accumulate(launched, wrapped, window)
         stepped.step()
+        stepped.zero_grad()  # or DDP keeps the gradients
         scheduler.step()
     return weights(wrapped), stepped.param_groups[0]["lr"]
 

@@ -18,15 +18,7 @@ class Known:
     reason: str
 
 
-KNOWN: tuple[Known, ...] = (
-    Known(
-        points=(Point.STEP,),
-        faults=(Fault.NONE,),
-        front_ends=(FrontEnd.ACCELERATE,),
-        reason="The rank that leaves the step out goes on to save_state, which makes its folder in a collective before "
-        "the ranks agree to save: both end with the timeout of the process group.",
-    ),
-)
+KNOWN: tuple[Known, ...] = ()
 
 
 def reason(combination: Combination) -> str | None:
