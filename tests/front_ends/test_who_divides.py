@@ -81,6 +81,24 @@ def with_lightning(means: bool, options: dict[str, Any] | None) -> float:
     return -float(module.model.weight[0])
 
 
+def with_fabric(means: bool, options: dict[str, Any]) -> float:
+    from lightning.fabric import Fabric
+
+    from requestzero import RequestZeROFabric
+
+    fabric = Fabric(strategy=RequestZeROFabric(**options), accelerator="cpu", devices=2)
+    fabric.launch()
+    module: Any = OneWeight(2)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    engine = RequestZeROFabric.engine_of(model)
+    for value, tokens in mine(fabric.global_rank, means):
+        if not means:
+            engine.add_weight(tokens)
+        fabric.backward(model(value))
+    optimizer.step()
+    return -float(module.weight[0])
+
+
 def with_accelerate(means: bool, normalization: str, blocks: bool) -> float:
     from accelerate import Accelerator
 
@@ -134,6 +152,9 @@ RUNS: dict[str, list[tuple[Any, tuple[Any, ...], float]]] = {
     'Lightning: `"mean"`': [(with_lightning, (True, {"normalization": "mean"}), MEANS)],
     'Lightning: `"sum"`': [(with_lightning, (True, {"normalization": "sum"}), 2 * MEANS)],
     'Lightning: `"token"`': [(with_lightning, (False, {"normalization": "token"}), TOTAL)],
+    'Fabric: `"sum"` (its default)': [(with_fabric, (True, {}), 2 * MEANS)],
+    'Fabric: `"mean"`': [(with_fabric, (True, {"normalization": "mean"}), MEANS)],
+    'Fabric: `"token"`': [(with_fabric, (False, {"normalization": "token"}), TOTAL)],
     'Accelerate: `"mean"`': [(with_accelerate, (True, "mean", blocks), MEANS) for blocks in (True, False)],
     'Accelerate: `"sum"`': [(with_accelerate, (True, "sum", True), 2 * MEANS)],
     'Accelerate: `"token"`': [(with_accelerate, (False, "token", blocks), TOTAL) for blocks in (True, False)],
