@@ -30,7 +30,13 @@ from requestzero.fabric.boundaries import RequestBoundaries
 from requestzero.fabric.clipping import NextStepClipping, check_finite, check_norm
 from requestzero.fabric.optimizer import FabricWindowOptimizer
 from requestzero.lightning import checks
-from requestzero.lightning.config import check_retained, merge_arguments, with_clipping, with_precision
+from requestzero.lightning.config import (
+    check_retained,
+    config_without_optimizer,
+    merge_arguments,
+    with_clipping,
+    with_precision,
+)
 from requestzero.lightning.deepspeed_device import use_deepspeed_device
 from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.options import check_options
@@ -249,7 +255,7 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
             import deepspeed
 
             engine, _, _, _ = deepspeed.initialize(
-                args=arguments, config=self._config_without_optimizer(), model=model, dist_init_required=False
+                args=arguments, config=config_without_optimizer(self.config), model=model, dist_init_required=False
             )
             return engine, None, None
         from requestzero.zero.initialization import initialize
@@ -264,11 +270,6 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
             dist_init_required=False,
         )
         return engine, zero_optimizer, scheduler
-
-    def _config_without_optimizer(self) -> Config:
-        names = ("fp16", "bf16", *(("zero_optimization",) if self.zero_stage_3 else ()))
-        theirs = without_own_keys(self.config)
-        return {"train_micro_batch_size_per_gpu": 1, **{name: theirs[name] for name in names if name in theirs}}
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 

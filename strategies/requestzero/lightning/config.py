@@ -10,9 +10,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
 from requestzero.config.merge import Source, merge, overlay
-from requestzero.config.nested import Config
+from requestzero.config.nested import Config, section_of
 from requestzero.config.options import OverflowSettings, RequestZeROSettings
 from requestzero.config.overflow import merged_overflow, overflow_to_config
+from requestzero.config.own_keys import without_own_keys
 from requestzero.config.precision import PRECISIONS
 from requestzero.config.stage_3 import STAGE as STAGE_3
 from requestzero.config.stage_3 import check_combinations, check_parameter_offload
@@ -111,6 +112,14 @@ def effective_settings(config: Config, settings: RequestZeROSettings) -> Request
     """
     overflow = merged_overflow(settings.overflow, config)
     return replace(settings, **from_config(RequestZeROSettings, config), overflow=overflow)
+
+
+def config_without_optimizer(config: Config) -> Config:
+    """Return the config of a stock engine that trains nothing: the precision, and stage 3, whose weights are cut."""
+    theirs = without_own_keys(config)
+    stage_3 = section_of(theirs, "zero_optimization").get("stage") == STAGE_3
+    names = ("fp16", "bf16", *(("zero_optimization",) if stage_3 else ()))
+    return {"train_micro_batch_size_per_gpu": 1, **{name: theirs[name] for name in names if name in theirs}}
 
 
 def with_precision(config: Config, overflow: OverflowSettings, precision: str, owner: str = "Trainer") -> Config:

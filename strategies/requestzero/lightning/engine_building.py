@@ -28,7 +28,7 @@ from requestzero.config.options import RequestZeROSettings
 from requestzero.config.own_keys import without_own_keys
 from requestzero.lightning import checks
 from requestzero.lightning.callback_checks import check_callbacks, let_in
-from requestzero.lightning.config import check_retained, with_clipping, with_precision
+from requestzero.lightning.config import check_retained, config_without_optimizer, with_clipping, with_precision
 from requestzero.lightning.deepspeed_device import use_deepspeed_device
 from requestzero.lightning.optimizer import WindowLightningOptimizer
 from requestzero.lightning.user_hooks import clips_by_itself, tell_where_gradients_are
@@ -217,12 +217,12 @@ class EngineBuildingStrategy(DeepSpeedStrategy):
         import deepspeed
 
         remove_module_hooks(model)
-        config: Config = {"train_micro_batch_size_per_gpu": 1}
-        theirs = without_own_keys(self.config)
-        names = ("fp16", "bf16", *(("zero_optimization",) if self.zero_stage_3 else ()))
-        config.update({name: theirs[name] for name in names if name in theirs})
         self.model, _, _, _ = deepspeed.initialize(
-            args=self._device_arguments(), config=config, model=model, model_parameters=[], dist_init_required=False
+            args=self._device_arguments(),
+            config=config_without_optimizer(self.config),
+            model=model,
+            model_parameters=[],
+            dist_init_required=False,
         )
 
     @override
