@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from support.preloaded.server import remember_machine
+
 
 class RankError(AssertionError):
     """A rank raised, died, or did not finish in time."""
@@ -167,11 +169,25 @@ def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> No
         except EOFError:
             return
         try:
+            _destroy_engines()
             with _nothing_left_behind():
                 pipe.send((True, function(*args, **kwargs)))
         except BaseException:
             with contextlib.suppress(OSError):  # the group has been stopped
                 pipe.send((False, traceback.format_exc()))
+
+
+def _destroy_engines() -> None:
+    """Destroy the engines of earlier calls: each holds weights, a process group and its threads until then.
+
+    Nothing else frees them, since autograd holds an engine's hooks, and they the engine. This comes before a call and
+    not after it: by then no other rank is still at work with its part of an engine.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    for engine in [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine)]:
+        engine.destroy()
+    gc.collect()
 
 
 @contextlib.contextmanager
@@ -204,6 +220,7 @@ def _join(rank: int, world_size: int, rendezvous: str) -> None:
         import deepspeed.runtime.zero.muon.original_muon
 
     deepspeed.utils.logger.setLevel("ERROR")
+    remember_machine()
     if cuda:
         torch.cuda.set_device(rank)
     from requestzero.zero.process_group import without_inference_operator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import fcntl
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -187,12 +188,23 @@ def run(arguments: list[str]) -> None:
         exec(compile(Path(kind).read_bytes(), kind, "exec"), vars(main))
 
 
+def remember_machine() -> None:
+    """Let DeepSpeed ask for processor and cores once; every CPU Adam starts a program that runs for a second."""
+    import cpuinfo
+    from deepspeed.utils import numa
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    numa.get_numa_cores = functools.cache(numa.get_numa_cores)
+
+
 def main(path: str, executable: str) -> None:
     """Import, listen on the socket ``path``, and become the programs that clients ask for."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [place for place in sys.path[1:] if place not in given]
     for name in IMPORTED:
         importlib.import_module(name)
+    remember_machine()
+    importlib.import_module("cpuinfo").get_cpu_info()
     gc.collect()
     gc.freeze()
     request = Server(path).serve()
