@@ -133,6 +133,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return Project(tmp_path_factory.mktemp("typed"))
 
 
+@pytest.mark.slow
 def test_what_deepspeed_does_not_have_fails_the_type_check(project: Project) -> None:
     assert [PROBE.count(before) for before, _, _ in CHANGES] == [1] * len(CHANGES)
     unchanged, *changed = project.check(PROBE, *(PROBE.replace(before, after) for before, after, _ in CHANGES))

@@ -101,6 +101,7 @@ def test_a_bare_accelerator_under_accelerate_launch(tmp_path: Path) -> None:
     assert results(tmp_path) == [text.format("RequestZeROOptimizer") for text in EXPECTED]
 
 
+@pytest.mark.slow
 def test_deepspeed_initialize_under_torchrun(tmp_path: Path) -> None:
     program = ("-m", "support.unchanged_loop", "deepspeed", str(tmp_path))
     output = finish(start_module("torch.distributed.run", *TORCHRUN, *program, **FRESH_RANKS, **WITH_TESTS))

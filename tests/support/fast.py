@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 
-PER_FILE = 6
+PER_FILE = 5
 """Functions of a file that are kept at most, so that the cut stays short while files grow."""
 
 

@@ -96,6 +96,7 @@ def test_the_best_model_at_the_end(two_ranks: RankGroup, tmp_path: Path) -> None
     check(found, expected)
 
 
+@pytest.mark.slow
 def test_unchanged(under_ddp: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """All of them in one program."""
     paths = {"PYTHONPATH": f"{PROGRAM.parent.parent}:{os.environ.get('PYTHONPATH', '')}"}

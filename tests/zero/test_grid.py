@@ -7,6 +7,7 @@ which every pair of values occurs.
 
 from __future__ import annotations
 
+import functools
 import random
 import zlib
 from dataclasses import replace
@@ -192,8 +193,14 @@ def has_late(window: Window) -> bool:
 
 
 def draw(setup: Setup, world_size: int) -> list[Window]:
-    """The windows of a configuration. An example without a window of several requests, an absent parameter and a late
-    one is rejected: the simplest example, which Hypothesis tries first, above all.
+    """The windows of a configuration."""
+    return draw_once(str(setup), world_size)
+
+
+@functools.cache
+def draw_once(setup: str, world_size: int) -> list[Window]:
+    """An example without a window of several requests, an absent parameter and a late one is rejected: the simplest
+    example, which Hypothesis tries first, above all.
     """
     drawn: list[Window] = []
     examples = 0
@@ -253,6 +260,7 @@ def test_on_four_ranks(four_ranks: RankGroup, setup: Setup) -> None:
     check(four_ranks, setup)
 
 
+@pytest.mark.slow
 def test_enough_is_compared() -> None:
     """At least 2,000 parameter updates of windows of several requests on two ranks; no two draws are the same."""
     draws = [draw(setup, 2) for setup in TWO_RANKS]

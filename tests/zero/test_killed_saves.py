@@ -77,6 +77,7 @@ def resumed(folder: str) -> tuple[int, list[torch.Tensor]]:
     return state["place"], weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_tag", [False, True], ids=["another_tag", "same_tag"])
 def test_a_killed_save(two_ranks: RankGroup, same_tag: bool, tmp_path: Path) -> None:
     wanted = two_ranks.run(uninterrupted)

@@ -103,6 +103,7 @@ def test_enough_is_compared() -> None:
     assert (len(ROWS) * WINDOWS + (len(ROWS[::6]) + len(ROWS[3::6])) * FEWER) * len(OUTS) >= 3000
 
 
+@pytest.mark.slow
 def test_stock_deepspeed_fails_on_such_windows(two_ranks: RankGroup) -> None:
     """DeepSpeed's own optimizer is wrong in every place and dtype, in updates and in norms."""
     windows = random_windows(6, 4, 1)
