@@ -5,7 +5,8 @@
 
 Two gloo ranks train windows of ten requests, of which every third is aborted; every fourth window overflows and is
 skipped, and a checkpoint is saved after each tenth of them. Printed there, for rank 0: live tensors, the bytes of their
-storages, and the bytes that Python has allocated and not freed (tracemalloc).
+storages, and the bytes that Python has allocated and not freed (tracemalloc). The names of applied requests that
+``once=True`` compares with, of which an engine keeps 10,000, are 500 here: as many after the first tenth as at the end.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ def live() -> tuple[int, int, int]:
 
 
 def measure(requests: int, stage: int, offload: bool, folder: str) -> None:
+    from requestzero.zero.engine import applied_requests
+
+    applied_requests.KEPT = 500
     logging.getLogger("requestzero").setLevel(logging.ERROR)
     engine = build(stage, offload)
     tracemalloc.start()
