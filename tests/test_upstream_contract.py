@@ -72,6 +72,9 @@ RELIED_ON = {
         "_SignalConnector.register_signal_handlers",
         "_SignalConnector._sigterm_notifier_fn",
     ],
+    "lightning.pytorch.utilities.compile": [
+        "_verify_strategy_supports_compile",
+    ],
     "lightning.pytorch.trainer.call": [
         "_interrupt",
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ def before_nothing(launched: Fabric, model: Any, optimizer: Any) -> None:
 
 
 def clip_by_norm(launched: Fabric, model: Any, optimizer: Any) -> None:
-    launched.clip_gradients(model, optimizer, max_norm=0.25)
+    """Several times: the gradient that is clipped already stays so."""
+    for max_norm in (0.25, 4.0, float("inf")):
+        launched.clip_gradients(model, optimizer, max_norm=max_norm)
 
 
 def clip_by_value(launched: Fabric, model: Any, optimizer: Any) -> None:
@@ -268,6 +271,24 @@ def clipped_and_discarded() -> bool:
 
 def test_a_discarded_window_takes_its_clipping_with_it(two_ranks: RankGroup) -> None:
     assert two_ranks.run(clipped_and_discarded) == [True] * 2
+
+
+def clipped_too_early() -> list[str]:
+    launched, model, optimizer = set_up(strategy())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for window in range(2):  # told once
+            launched.backward(loss_of(launched, model, window))
+            launched.clip_gradients(model, optimizer, max_norm=1.0)
+            accumulate(launched, model, window)
+            optimizer.step()
+    return [str(each.message) for each in caught if "clipped" in str(each.message)]
+
+
+def test_a_backward_after_clipping_is_told(two_ranks: RankGroup) -> None:
+    (told,), nothing = two_ranks.run(clipped_too_early)
+    assert told.startswith("4 backward(s) came after the window's gradient was clipped: the step clips the whole sum")
+    assert not nothing
 
 
 def saved_and_resumed(

@@ -33,7 +33,9 @@ _HOOKS = "lightning/test_gradients_in_hooks.py"
 _WEIGHTS = "lightning/test_written_weights_lightning.py::test_written_weights"
 _OPTIMIZER = "lightning/test_callbacks_and_tuner.py"
 _SAVING = "lightning/test_checkpoint_hooks.py"
+_PLUGINS = "lightning/test_checkpoint_plugins.py"
 _FABRIC = "fabric/test_fabric.py"
+_COMPILED = "front_ends/test_compiled_modules.py::test_weights_are_those_without_compiling"
 
 
 def _lightning(name: str, test: str, outcome: Outcome = Outcome.SAME) -> Feature:
@@ -99,6 +101,21 @@ FEATURES = (
         "lightning/test_checkpoints.py::test_explicit_save_inside_a_request",
         Outcome.REFUSED,
     ),
+    _lightning(
+        "`AsyncCheckpointIO`, which writes single files in the background, and folders at once",
+        f"{_PLUGINS}::test_saving_in_the_background_is_told",
+        Outcome.REFUSED,
+    ),
+    _lightning(
+        "other `CheckpointIO` plugins, for single files with weights",
+        f"{_PLUGINS}::test_a_file_with_weights_goes_through_it",
+    ),
+    _lightning(
+        "other `CheckpointIO` plugins, for folders",
+        f"{_PLUGINS}::test_one_of_the_users_own_is_refused",
+        Outcome.REFUSED,
+    ),
+    _lightning("`torch.compile` of the module", f"{_COMPILED}[lightning]"),
     _lightning("SLURM's auto-requeue, inside a window too", "lightning/test_requeue.py::test_one_rank"),
     _lightning(
         "a rank alone in a save, a load, a barrier or a broadcast",
@@ -149,6 +166,8 @@ FEATURES = (
         Outcome.REFUSED,
         f"{_FABRIC}::test_what_is_refused",
     ),
+    Feature("`torch.compile` of the module given to `fabric.setup`", FABRIC, Outcome.SAME, f"{_COMPILED}[fabric]"),
+    Feature("`CheckpointIO` plugins", FABRIC, Outcome.REFUSED, f"{_PLUGINS}::test_under_fabric"),
     Feature(
         "the Trainer's strategy given to Fabric",
         FABRIC,
@@ -208,6 +227,19 @@ FEATURES = (
         ACCELERATE,
         Outcome.WORKS,
         "accelerate/test_other_rank_count.py::test_two_ranks_and_then_one",
+    ),
+    Feature("`Accelerator(dynamo_backend=...)`", ACCELERATE, Outcome.SAME, f"{_COMPILED}[accelerate]"),
+    Feature(
+        "a module of `torch.compile` given to `prepare`",
+        ACCELERATE,
+        Outcome.SAME,
+        f"{_COMPILED}[compiled_before]",
+    ),
+    Feature(
+        "stage 3: a module of `torch.compile` given to `prepare`",
+        ACCELERATE,
+        Outcome.REFUSED,
+        "config/test_refused_at_stage_3.py::test_compiled_modules",
     ),
     Feature(
         "several models in one `prepare` or `Accelerator`",

@@ -33,6 +33,7 @@ from requestzero.accelerate.trainer import install_if_imported
 from requestzero.config.cpu_adam import builds_cpu_adam
 from requestzero.data.micro_batch_loader import MicroBatchLoader
 from requestzero.environment.cpu_adam import compile_cpu_adam
+from requestzero.zero.clipping import check_norm_type
 from requestzero.zero.process_group import without_inference_operator
 from requestzero.zero.window_checkpoint.replacing import recover
 from requestzero.zero.window_checkpoint.together import on_one_rank
@@ -353,7 +354,6 @@ class Accelerator(StockAccelerator):
         wrapper = self.engine_wrapper
         if wrapper is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        if norm_type != 2:
-            raise ValueError(f"clip_grad_norm_(norm_type={norm_type!r}) is not possible with ZeRO: use the 2-norm.")
+        check_norm_type("clip_grad_norm_", norm_type)
         check_parameters(wrapper.engine, parameters)
         return wrapper.clip(float(max_norm))

@@ -14,9 +14,9 @@ from accelerate.state import GradientState
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from typing_extensions import override
 
-from requestzero.accelerate.clipping import Clipping
 from requestzero.accelerate.window_tally import WindowTally
 from requestzero.config.rules import UNEQUAL_MEANS
+from requestzero.zero.clipping import NextStepClipping, check_max_norm
 from requestzero.zero.engine import RequestZeROEngine
 from requestzero.zero.metrics import logged_metrics
 
@@ -50,7 +50,8 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         super().__init__(engine)
         if normalization == "mean" and engine.options.rank_dependent_micro_batches:
             raise ValueError(f"rank_dependent_micro_batches=True and normalization='mean' disagree: {UNEQUAL_MEANS}")
-        self.clipping = Clipping(clipping)
+        self._configured_clipping = clipping
+        self._clipping = NextStepClipping()
         self.request_end: bool | None = None
         """True if the next backward is marked as its request's last, ``None`` if every backward is a request."""
         self.window_end = False
@@ -189,7 +190,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         token = self._normalization == "token"
         attempted = self.engine.attempted_updates
         self.applied_rates = self.engine.get_lr()
-        with self.clipping.applied(self.engine):
+        with self._clipping.applied(self.engine):
             self.engine.step(**({"normalization": "token"} if token else {"divisor": self.divisor()}))
         self._unlogged = self._unlogged or self.engine.attempted_updates > attempted
 
@@ -209,9 +210,10 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
             RuntimeError: inside ``no_sync``, or inside a request.
             ValueError: the configured clipping is another.
         """
-        self.clipping.ask(max_norm)
+        check_max_norm("clip_grad_norm_", max_norm, self._configured_clipping)
         self._check_between_requests("accelerator.clip_grad_norm_()")
         self.engine.end_request()  # which may drop it
+        self._clipping.ask(self.engine, max_norm)
         return self.engine.pending_norm(None if self._normalization == "token" else self.divisor())
 
     def _check_between_requests(self, call: str) -> None:

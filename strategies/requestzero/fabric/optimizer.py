@@ -21,17 +21,11 @@ class FabricWindowOptimizer(torch.optim.Optimizer):
     Args:
         engine: whose windows are stepped and discarded.
         step: makes the update of an engine's window.
-        discard: discards it.
     """
 
-    def __init__(
-        self,
-        engine: RequestZeROEngine,
-        step: Callable[[RequestZeROEngine], None],
-        discard: Callable[[RequestZeROEngine], None],
-    ) -> None:
+    def __init__(self, engine: RequestZeROEngine, step: Callable[[RequestZeROEngine], None]) -> None:
         # Without super(), whose groups and state would be others than those of the ZeRO optimizer.
-        self.engine, self._apply, self._discard = engine, step, discard
+        self.engine, self._apply = engine, step
 
     @property
     def _zero(self) -> Any:
@@ -73,7 +67,7 @@ class FabricWindowOptimizer(torch.optim.Optimizer):
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the open window; after a step there is none."""
-        self._discard(self.engine)
+        self.engine.zero_grad()
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:

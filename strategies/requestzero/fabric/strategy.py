@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,9 +28,10 @@ from requestzero.config.options import OverflowSettings
 from requestzero.config.own_keys import without_own_keys
 from requestzero.environment.versions import require_supported_deepspeed
 from requestzero.fabric.boundaries import RequestBoundaries
-from requestzero.fabric.clipping import NextStepClipping, check_finite, check_norm
+from requestzero.fabric.clipping import check_finite
 from requestzero.fabric.optimizer import FabricWindowOptimizer
 from requestzero.lightning import checks
+from requestzero.lightning.checkpoint_plugins import check_folder_plugin, warn_of_background
 from requestzero.lightning.config import (
     check_retained,
     config_without_optimizer,
@@ -40,7 +42,9 @@ from requestzero.lightning.config import (
 from requestzero.lightning.deepspeed_device import use_deepspeed_device
 from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.options import check_options
+from requestzero.lightning.registered_names import register_names
 from requestzero.lightning.strategy_facts import FABRIC
+from requestzero.zero.clipping import NextStepClipping, check_max_norm, check_norm_type
 from requestzero.zero.process_group import without_inference_operator
 from requestzero.zero.window_checkpoint.replacing import appearing
 
@@ -134,24 +138,14 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         super().__init__(stage=stage, config=None, **deepspeed_options)
         self.config = merged
         self._backward_sync_control = RequestBoundaries()
-        self._clipping = NextStepClipping()
+        self._clipping: defaultdict[RequestZeROEngine, NextStepClipping] = defaultdict(NextStepClipping)
         self._engines: list[RequestZeROEngine] = []
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register our own names, and not Lightning's. Doing it again changes nothing."""
-        for stage in (1, 2, 3):
-            for offload in (False, True):
-                parameters = {"offload_parameters": True} if offload and stage == 3 else {}
-                strategy_registry.register(
-                    f"request_zero_{stage}" + "_offload" * offload,
-                    cls,
-                    description=f"Request-safe DeepSpeed ZeRO {stage}" + " with CPU offload" * offload,
-                    stage=stage,
-                    offload_optimizer=offload,
-                    **parameters,
-                )
+        register_names(strategy_registry, cls, "request_zero")
 
     @staticmethod
     def engine_of(model: Module) -> RequestZeROEngine:
@@ -186,10 +180,16 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
 
     @override
     def setup_environment(self) -> None:
-        """Skip Fabric's version, which refuses every accelerator but CUDA, and call DDP's, above it."""
+        """Skip Fabric's version, which refuses every accelerator but CUDA, and call DDP's, above it.
+
+        Raises:
+            ValueError: another device, or a ``CheckpointIO`` plugin that would be left out.
+        """
         checks.check_device(self.root_device, FABRIC.owner)
+        check_folder_plugin(self._checkpoint_io, FABRIC)
         use_deepspeed_device(self.root_device)
         DDPStrategy.setup_environment(self)
+        warn_of_background(self._checkpoint_io, FABRIC)
 
     @override
     def _setup_distributed(self) -> None:
@@ -245,7 +245,7 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         engine: Any
         engine, _, _ = super().setup_module_and_optimizers(module, optimizers)  # the engine would step the scheduler
         self._engines.append(engine)
-        return engine, [FabricWindowOptimizer(engine, self._step, self._discard)], scheduler
+        return engine, [FabricWindowOptimizer(engine, self._step)], scheduler
 
     @override
     def _initialize_engine(self, model: Module, optimizer: Optimizer | None = None, scheduler: Any = None) -> Any:
@@ -278,15 +278,11 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         """Apply the window of the optimizer's engine, divided as ``normalization`` says. Collective."""
         if isinstance(optimizer, FabricWindowOptimizer):
             return optimizer.step(**kwargs)
-        return FabricWindowOptimizer(optimizer, self._step, self._discard).step(**kwargs)
+        return FabricWindowOptimizer(optimizer, self._step).step(**kwargs)
 
     def _step(self, engine: RequestZeROEngine) -> None:
-        with self._clipping.applied(engine):
+        with self._clipping[engine].applied(engine):
             engine.step(normalization=self.settings.normalization)
-
-    def _discard(self, engine: RequestZeROEngine) -> None:
-        self._clipping.forget(engine)
-        engine.zero_grad()
 
     @override
     def clip_gradients_norm(
@@ -306,12 +302,13 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
             RuntimeError: the norm is not finite, and ``error_if_nonfinite``; on all ranks.
         """
         engine = self.engine_of(module)
-        check_norm(engine, max_norm, norm_type)
+        check_norm_type("clip_gradients", norm_type)
+        check_max_norm("clip_gradients", max_norm, float(engine.optimizer.clip_grad) or None)
         engine.end_request()
         norm = engine.pending_norm(self._divisor(engine))
         if error_if_nonfinite:
             check_finite(norm)
-        self._clipping.ask(engine, max_norm)
+        self._clipping[engine].ask(engine, max_norm)
         return norm
 
     def _divisor(self, engine: RequestZeROEngine) -> float | None:

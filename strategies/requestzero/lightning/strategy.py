@@ -27,6 +27,7 @@ from requestzero.environment.versions import require_supported_deepspeed
 from requestzero.lightning import checks
 from requestzero.lightning import config as configs
 from requestzero.lightning.callback_checks import let_go
+from requestzero.lightning.checkpoint_plugins import check_folder_plugin
 from requestzero.lightning.checkpointing import Checkpointing, check_saves_weights_only
 from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.loops import extend_loops
@@ -34,18 +35,14 @@ from requestzero.lightning.module_state import capturing, loading_parts
 from requestzero.lightning.options import check_options
 from requestzero.lightning.precision import RequestZeROPrecision
 from requestzero.lightning.read_outs import ReadableStrategy
+from requestzero.lightning.registered_names import register_names
 from requestzero.lightning.requeue import DeferredRequeue
 from requestzero.lightning.sigterm import NotedSigterm
+from requestzero.lightning.strategy_facts import TRAINER
 from requestzero.lightning.update_counts import UpdateCounts
 from requestzero.lightning.window_driver import WindowDriver
 from requestzero.zero.window_checkpoint.replacing import appearing, recover
 from requestzero.zero.window_checkpoint.together import on_one_rank
-
-_OFFLOADED = {
-    1: " with the optimizer on the CPU",
-    2: " with the optimizer on the CPU",
-    3: " with the optimizer and the weights on the CPU",
-}
 
 
 class RequestZeRO(ReadableStrategy, NotesArguments):
@@ -169,18 +166,7 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register our own names, and not Lightning's. Doing it again changes nothing."""
-        for stage in (1, 2, 3):
-            for offload in (False, True):
-                parameters = {"offload_parameters": True} if offload and stage == 3 else {}
-                strategy_registry.register(
-                    f"{cls.strategy_name}_{stage}" + "_offload" * offload,
-                    cls,
-                    description=f"Request-safe DeepSpeed ZeRO {stage}" + _OFFLOADED[stage] * offload,
-                    override=True,
-                    stage=stage,
-                    offload_optimizer=offload,
-                    **parameters,
-                )
+        register_names(strategy_registry, cls, cls.strategy_name)
 
     # --- what users call ------------------------------------------------------------------------------------
 
@@ -297,13 +283,14 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
 
         Raises:
             RuntimeError: a request is open, or an evaluation has taken the trained engine away.
-            ValueError: ``weights_only`` at stage 3.
+            ValueError: ``weights_only`` at stage 3, or a ``CheckpointIO`` plugin that would be left out.
             RankDisagreementError: another rank does something else.
         """
         if "optimizer_states" not in checkpoint:
             check_saves_weights_only(self.settings.stage)
             DDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
             return
+        check_folder_plugin(self._checkpoint_io, TRAINER)
         checkpoint = self._checkpointing.before_save(checkpoint, self.root_device)
         path, engine = Path(self.broadcast(filepath)), self.deepspeed_engine
         with self._checkpointing.saving_module(checkpoint, engine), appearing(path, self.is_global_zero) as folder:
@@ -317,13 +304,14 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
         parts of a folder's weights into the module itself, and hooks see no ``state_dict``.
 
         Raises:
-            ValueError: a single file, in a fit.
+            ValueError: a single file, in a fit; or a ``CheckpointIO`` plugin that would be left out.
             RankDisagreementError: another rank does something else.
         """
         self._checkpointing.before_load(checkpoint_path)
         on_one_rank(self.is_global_zero, lambda: recover(Path(checkpoint_path)))
         if Path(checkpoint_path).is_file():
             return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+        check_folder_plugin(self._checkpoint_io, TRAINER)
         loading = loading_parts if self.zero_stage_3 else capturing
         with loading(self.deepspeed_engine) as captured:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)

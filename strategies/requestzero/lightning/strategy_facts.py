@@ -22,6 +22,8 @@ class StrategyFacts:
     """How to make an update of several requests."""
     counts_batches: bool
     """True where the ranks run equally many batches whatever the options say."""
+    single_files: str
+    """Which of its checkpoints are no folders."""
 
 
 def _own(front_end: FrontEnd) -> tuple[str, ...]:
@@ -34,6 +36,7 @@ TRAINER = StrategyFacts(
     own_options=_own(FrontEnd.LIGHTNING),
     accumulates="use Trainer(accumulate_grad_batches=...) for requests per update",
     counts_batches=True,
+    single_files="; one with weights only (save_weights_only=True, stages 1 and 2) is a file, which the plugin writes",
 )
 FABRIC = StrategyFacts(
     name="RequestZeROFabric",
@@ -41,4 +44,5 @@ FABRIC = StrategyFacts(
     own_options=_own(FrontEnd.FABRIC),
     accumulates="call optimizer.step() after as many backwards as an update has",
     counts_batches=False,
+    single_files="",
 )

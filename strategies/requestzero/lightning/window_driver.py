@@ -25,6 +25,7 @@ from requestzero.lightning.current_batch import CurrentBatch
 from requestzero.lightning.requeue import DeferredRequeue
 from requestzero.lightning.sigterm import NotedSigterm
 from requestzero.lightning.user_hooks import STAGE_3_GRADIENTS, reads_gradients
+from requestzero.zero.clipping import NextStepClipping
 from requestzero.zero.metrics import logged_metrics
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class WindowDriver:
         self.logged_metrics: dict[str, torch.Tensor] = {}
         self._data_ended = False  # and the other ranks know
         self._failed = False
-        self._clip: float | None = None
+        self._clipping = NextStepClipping()
         self.request_aborted = False
         """True until the next request begins, where the current one was aborted."""
         self.in_batch = False
@@ -206,9 +207,7 @@ class WindowDriver:
             ValueError: ``normalization="token"``, and the batch has no weight.
             RuntimeError: the window's gradient was clipped already.
         """
-        if not self.is_open:
-            self._clip = None  # it was for a window that has been discarded
-        if self._clip is not None:
+        if self._clipping.asked(self._running.update_window) is not None:
             raise RuntimeError(
                 "A backward after self.clip_gradients(...) would add a gradient that is not clipped: call it right "
                 "before opt.step()."
@@ -284,7 +283,7 @@ class WindowDriver:
             self._tell_division(window.micro_batches)
         engine.set_gradient_accumulation_boundary(True)
         attempted = engine.attempted_updates
-        with self._clipping():
+        with self._clipping.applied(engine):
             engine.step(normalization=settings.normalization, **kwargs)
         self.batch.update_applied = engine.was_step_applied()
         if settings.log_metrics and engine.attempted_updates > attempted:
@@ -311,17 +310,7 @@ class WindowDriver:
 
     def clip(self, max_norm: float) -> None:
         """Clip the divided gradient in the next step, in the place of the Trainer's ``gradient_clip_val``."""
-        self._clip = max_norm
-
-    @contextmanager
-    def _clipping(self) -> Iterator[None]:
-        optimizer = self._running.optimizer
-        configured, clip, self._clip = optimizer.clip_grad, self._clip, None
-        optimizer.clip_grad = configured if clip is None else clip
-        try:
-            yield
-        finally:
-            optimizer.clip_grad = configured
+        self._clipping.ask(self._running, max_norm)
 
     def _tell_division(self, divisor: int) -> None:
         if not self._told_division:
