@@ -53,6 +53,13 @@ def test_layers_of_experts() -> None:
         requestzero.initialize(model=model, config={"zero_optimization": {"stage": 3}})
 
 
+def test_compiled_modules() -> None:
+    model = torch.nn.Linear(1, 1)
+    compiled = type("OptimizedModule", (torch.nn.Module,), {"_orig_mod": model})()
+    with pytest.raises(ValueError, match=r"is a module of torch\.compile, .*give the module itself.*engine\.compile"):
+        requestzero.initialize(model=compiled, config={"zero_optimization": {"stage": 3}})
+
+
 def test_pipelines() -> None:
     model = type("PipelineModule", (torch.nn.Module,), {})()
     with pytest.raises(ValueError, match="The model is a PipelineModule"):

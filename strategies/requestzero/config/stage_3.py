@@ -35,6 +35,11 @@ def check_stage_3(config: Mapping[str, Any], model: Any = None) -> None:
     """
     for problem in (*_of_zero(section_of(config, "zero_optimization")), *_of_experts(config, model)):
         raise ValueError(f"{problem}, or call deepspeed.initialize for it.")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "The model is a module of torch.compile, whose parameters DeepSpeed's stage 3 does not gather: give the "
+            "module itself, and call engine.compile(backend=...) afterwards, as Accelerator(dynamo_backend=...) does."
+        )
 
 
 def _of_zero(zero: Mapping[str, Any]) -> Iterator[str]:

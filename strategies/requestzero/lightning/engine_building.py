@@ -28,6 +28,8 @@ from requestzero.config.options import RequestZeROSettings
 from requestzero.config.own_keys import without_own_keys
 from requestzero.lightning import checks
 from requestzero.lightning.callback_checks import check_callbacks, let_in
+from requestzero.lightning.checkpoint_plugins import check_before_fit
+from requestzero.lightning.compiled_modules import let_compiled_modules_in
 from requestzero.lightning.config import check_retained, config_without_optimizer, with_clipping, with_precision
 from requestzero.lightning.deepspeed_device import use_deepspeed_device
 from requestzero.lightning.optimizer import WindowLightningOptimizer
@@ -76,20 +78,25 @@ class EngineBuildingStrategy(DeepSpeedStrategy):
         self.config = with_precision(self.config, self.settings.overflow, precision)
         check_retained(self.settings, precision)
         checks.check_precision(precision, self.root_device)
+        let_compiled_modules_in(EngineBuildingStrategy)
         super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
         """Skip Lightning's version, which refuses every accelerator but CUDA, and call DDP's, above it.
 
-        Also let callbacks in that would refuse the class, before their own ``setup``.
+        Also let callbacks in that would refuse the class, before their own ``setup``, and check what the checkpoints
+        of a fit would leave out.
         """
         assert self.lightning_module is not None
-        callbacks: list[pl.Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        trainer = self.lightning_module.trainer
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         check_callbacks(callbacks, self.settings.stage)
         let_in(callbacks)
         use_deepspeed_device(self.root_device)
         DDPStrategy.setup_environment(self)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_before_fit(self._checkpoint_io, trainer.checkpoint_callbacks)
 
     @override
     def setup_distributed(self) -> None:

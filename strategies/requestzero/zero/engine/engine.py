@@ -354,14 +354,22 @@ class RequestZeROEngine(AbortingEngine):
         Raises:
             RankDisagreementError: at stage 3, if another rank does something else.
         """
+        self._before_forward()
+        outputs = super().forward(*inputs, **kwargs)
+        self._after_forward()
+        return outputs
+
+    @torch.compiler.disable
+    def _before_forward(self) -> None:
         if self.zero_optimization_partition_weights():
             self.agreement.before_forward(evaluates=not torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self.optimizer.rollback.note_forward()
-        outputs = super().forward(*inputs, **kwargs)
+
+    @torch.compiler.disable
+    def _after_forward(self) -> None:
         if torch.is_grad_enabled() and self.optimizer.schedule.in_every_backward:
             self._prefetch_partitions()
-        return outputs
 
     def _prefetch_partitions(self) -> None:
         if not self.inside_no_sync_ctxt:  # where nothing is reduced for now
