@@ -63,7 +63,7 @@ class OnTheCpu(DeepSpeedStrategy):
         super()._init_deepspeed_distributed()
 
 
-def train(strategy: Any, numbers: list[float], **options: Any) -> pl.Trainer:
+def train(strategy: Any, numbers: list[float], module: OneWeight | None = None, **options: Any) -> pl.Trainer:
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -77,7 +77,7 @@ def train(strategy: Any, numbers: list[float], **options: Any) -> pl.Trainer:
     loader = torch.utils.data.DataLoader(torch.tensor(numbers), batch_size=1)
     checks_gpus = "lightning.pytorch.strategies.deepspeed._validate_device_index_selection"
     with patch(checks_gpus, lambda devices: None), patch.dict(os.environ):  # WORLD_SIZE and its like are left behind
-        trainer.fit(OneWeight(), loader)
+        trainer.fit(module or OneWeight(), loader)
     return trainer
 
 
@@ -114,11 +114,50 @@ def arguments_beside_a_config_are_ignored() -> Result:
     return "3, or an error", strategy.config["zero_optimization"]["stage"]  # type: ignore[index]
 
 
+def unmanaged_accumulation_steps_in_every_batch() -> Result:
+    """``managed_gradient_accumulation: false`` and ``accumulate_grad_batches=2``: 4 batches, 2 updates."""
+    strategy = deepspeed_strategy(managed_gradient_accumulation=False)
+    trainer = train(strategy, [1.0] * 4, accumulate_grad_batches=2, max_epochs=1)
+    return 2, trainer.strategy.model.global_steps  # type: ignore[union-attr]
+
+
+class Requests(OneWeight):
+    """Two batches are a request, which the engine is told."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.trainer.strategy.model.set_gradient_accumulation_boundary(batch_idx % 2 == 1)  # type: ignore[union-attr, operator]
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def gradients_are_cleared_before_every_batch() -> Result:
+    """Stages 1 and 2, the engine is told that two batches are a request: gradients 1 and 3."""
+    found = []
+    for stage in (1, 2):
+        trainer = train(deepspeed_strategy(zero_optimization={"stage": stage}), [1.0, 3.0], Requests(), max_epochs=1)
+        found.append(float(trainer.lightning_module.weight.detach()[0]))
+    return [-4.0, -4.0], found
+
+
+def the_cpu_is_refused() -> Result:
+    """DeepSpeed runs on the CPU, with gloo; its strategy does not."""
+    try:
+        train(DeepSpeedStrategy(config=dict(CONFIG)), [1.0], max_epochs=1)
+    except Exception as error:
+        return "an update", f"{type(error).__name__}: {error}"
+    return "an update", "an update"
+
+
 FAULTS: list[Callable[[], Result]] = [
     arguments_beside_a_config_are_ignored,
     the_loss_is_divided_twice,
     updates_are_not_those_that_are_counted,
     the_schedule_moves_on_a_skipped_step,
+    unmanaged_accumulation_steps_in_every_batch,
+    gradients_are_cleared_before_every_batch,
+    the_cpu_is_refused,
 ]
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Micro = tuple[float | None, float | None]
 
@@ -32,16 +35,24 @@ class Weights(torch.nn.Module):
         return torch.stack([(weight * value).sum() for value, weight in pairs if value is not None]).sum()
 
 
-def build(stage: int, offload: bool = False, module: torch.nn.Module | None = None, **zero: Any) -> Any:
+def build(
+    stage: int,
+    offload: bool = False,
+    module: torch.nn.Module | None = None,
+    config: dict[str, Any] | None = None,
+    **zero: Any,
+) -> Any:
+    more, module = config or {}, module or Weights()
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {}), **zero},
+        **more,
     }
-    module = module or Weights()
-    return deepspeed.initialize(model=module, optimizer=torch.optim.SGD(module.parameters(), lr=1.0), config=config)[0]
+    optimizer = None if "optimizer" in config else torch.optim.SGD(module.parameters(), lr=1.0)
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
 
 def backward(engine: Any, gradients: Micro, boundary: bool) -> None:
@@ -179,6 +190,142 @@ def stage_3_counts_an_older_window() -> Result:
     return [4, 3], update(engine, [(1, None), (3, 3)])
 
 
+@contextmanager
+def fp16_on_the_cpu() -> Iterator[None]:
+    """Let DeepSpeed accept fp16, which it refuses on the CPU although PyTorch computes it."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind = type(get_accelerator())
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    with (
+        patch.object(kind, "is_fp16_supported", lambda self: True),
+        patch.object(kind, "supported_dtypes", lambda self: dtypes),
+    ):
+        yield
+
+
+def a_gradient_is_divided_by_the_next_scale() -> Result:
+    """fp16, stages 1 to 3: the third update, in which a dynamic loss scale is doubled, is divided by the new one."""
+    scale = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
+    with fp16_on_the_cpu():
+        engines = [build(stage, config={"fp16": scale}) for stage in (1, 2, 3)]
+        return [2, 2, 2], [[update(engine, [(2, 2)])[0] for _ in range(3)][-1] for engine in engines]
+
+
+class TwoLayers(torch.nn.Module):
+    """Two layers, each with a matrix and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        x = torch.ones(1, 4, dtype=torch.bfloat16)
+        return torch.stack([layer(x).sum() * factor for layer in self.layers]).sum()
+
+
+def vectors_beside_matrices_are_lost() -> Result:
+    """Muon, a bf16 model with fp32 sums: the gradients of the biases, each of which comes before its matrix's."""
+    from deepspeed.utils import safe_get_full_grad
+
+    config = {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {"type": "Muon", "params": {"lr": 0.02, "torch_adam": True}},
+    }
+    engine = build(2, module=TwoLayers(), config=config)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(3.0))
+    biases = [safe_get_full_grad(layer.bias) for layer in engine.module.layers]
+    return [3, 3], [None if bias is None else float(bias[0]) for bias in biases]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operators that give a value to the host, for which it waits on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket is torch.ops.aten._local_scalar_dense
+        return func(*args, **(kwargs or {}))
+
+
+class Many(torch.nn.Module):
+    """64 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(4)) for _ in range(64))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return torch.stack([(weight * factor).sum() for weight in self.weights]).sum()
+
+
+def the_host_reads_every_gradient() -> Result:
+    """CPU offload, 64 weights of which each rank owns half, nothing to check: host reads of a backward and a step."""
+    engine = build(2, offload=True, module=Many(), config={"bf16": {"enabled": True, "check_grad_overflow": False}})
+    engine.set_gradient_accumulation_boundary(True)
+    loss = engine(1.0)
+    with HostReads() as backward_reads:
+        engine.backward(loss)
+    with HostReads() as step_reads:
+        engine.step()
+    return [0, 0], [backward_reads.count, step_reads.count]
+
+
+def by_rank(value: Any) -> list[Any]:
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found
+
+
+class Nine(torch.nn.Module):
+    """A weight of nine elements, which two ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(9))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sum()
+
+
+def stage_3_sets_no_gradient_on_the_last_rank() -> Result:
+    """Stage 3: ``safe_set_full_grad`` of a parameter of nine elements raises on the second rank."""
+    from deepspeed.utils import safe_set_full_grad
+
+    engine = build(3, module=Nine())
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine())
+    try:
+        safe_set_full_grad(engine.module.weight, torch.ones(9))
+    except RuntimeError as error:
+        return ["no error"] * 2, by_rank(type(error).__name__)
+    return ["no error"] * 2, by_rank("no error")
+
+
+def stage_3_loses_gradients_that_were_offloaded() -> Result:
+    """Stage 3: ``offload_states`` of the gradients and ``reload_states`` before the step."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    engine = build(3)
+    backward(engine, (1, 1), boundary=True)
+    engine.offload_states(include=[OffloadStateTypeEnum.lp_grads], pin_memory=False)
+    engine.reload_states()
+    try:
+        engine.step()
+    except Exception as error:
+        return "no error", f"{type(error).__name__}: {error}"
+    return "no error", "no error"
+
+
+def stage_3_applies_the_infinity_of_a_skipped_window() -> Result:
+    """Stage 3 with offload, bf16: b is inf in a window, which is skipped, and takes no part in the next."""
+    engine = build(3, offload=True, config={"bf16": {"enabled": True}})
+    update(engine, [(1, float("inf"))])
+    return [2, 0], update(engine, [(2, None)])
+
+
 FAULTS: list[Callable[[], Result]] = [
     earlier_requests_are_lost,
     first_request_is_lost,
@@ -192,8 +339,15 @@ FAULTS: list[Callable[[], Result]] = [
     step_without_backward,
     loss_of_two_forwards,
     round_robin_reads_another_weight,
+    # Before those of stage 3, after which the gradient of a matrix comes before that of its bias.
+    vectors_beside_matrices_are_lost,
+    the_host_reads_every_gradient,
     stage_3_applies_an_absent_parameter_again,
     stage_3_counts_an_older_window,
+    a_gradient_is_divided_by_the_next_scale,
+    stage_3_sets_no_gradient_on_the_last_rank,
+    stage_3_loses_gradients_that_were_offloaded,
+    stage_3_applies_the_infinity_of_a_skipped_window,
 ]
 
 
