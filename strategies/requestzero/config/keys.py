@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from requestzero.config.nested import Config
+from requestzero.config.nested import Config, look_up
 from requestzero.config.option_record import OWN_SECTIONS
 from requestzero.config.own_keys import check_own_keys
+from requestzero.config.removed_keys import removed_sections
 from requestzero.config.suggestion import did_you_mean
 from requestzero.config.validation import as_mapping
 
@@ -46,6 +47,9 @@ SECTION_KEYS = {
 }
 """Keys of sections in which DeepSpeed skips unknown ones, or finds them only when the engine is built."""
 
+_NEWER_KEYS = {"disable_python_gc": "DISABLE_PYTHON_GC", "data_types.keep_in_fp32_modules": "KEEP_IN_FP32_MODULES"}
+"""Keys that DeepSpeed reads since 0.19.8, and the constant that it names each by."""
+
 STAGE_3_KEYS = frozenset([
     "allgather_sequential", "cpu_offload_param", "gather_16bit_weights_on_model_save", "leaf_module",
     "max_live_parameters", "max_reuse_distance", "model_persistence_threshold",
@@ -67,7 +71,8 @@ def check_top_level_keys(config: Config, source: str) -> None:
     """
     for key in config:
         if key in REMOVED_KEYS:
-            raise ValueError(f"{key!r} in {source} is not possible: {_removal(key)}")
+            message = removed_sections().get(key, "DeepSpeed has removed it; leave it out.")
+            raise ValueError(f"{key!r} in {source} is not possible: {message}")
         if key not in TOP_LEVEL_KEYS and key not in OWN_SECTIONS:
             near = did_you_mean(str(key), TOP_LEVEL_KEYS.union(OWN_SECTIONS))
             raise ValueError(f"{key!r} in {source} is no key of a DeepSpeed config.{near}")
@@ -80,11 +85,21 @@ def check_top_level_keys(config: Config, source: str) -> None:
                 raise ValueError(
                     f"{name}.{key} in {source} is no option of DeepSpeed's {name}.{did_you_mean(str(key), known)}"
                 )
+    _refuse_unread_keys(config, source)
     check_own_keys(config, source)
 
 
-def _removal(key: str) -> str:
-    """Return what DeepSpeed says of a section that it has removed."""
-    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
+def unread_keys() -> set[str]:
+    """Return the keys that the installed DeepSpeed, an older one, would skip without a word."""
+    from deepspeed.runtime import constants
 
-    return _REMOVED_TOP_LEVEL_CONFIG_KEYS.get(key, "DeepSpeed has removed it; leave it out.")
+    return {key for key, constant in _NEWER_KEYS.items() if not hasattr(constants, constant)}
+
+
+def _refuse_unread_keys(config: Config, source: str) -> None:
+    given = [key for key in _NEWER_KEYS if look_up(config, key) is not None]
+    for key in unread_keys().intersection(given) if given else ():
+        raise ValueError(
+            f"{key} in {source} is not possible: the installed DeepSpeed does not read it. Leave it out, or run: "
+            'pip install "deepspeed>=0.19.8"'
+        )

@@ -12,6 +12,7 @@ from typing import Any
 from requestzero.config.keys import STAGE_3_KEYS
 from requestzero.config.nested import Config
 from requestzero.config.own_keys import own_names
+from requestzero.config.removed_keys import removed_zero_keys
 from requestzero.config.stage_3 import STAGE as STAGE_3
 from requestzero.config.suggestion import did_you_mean
 from requestzero.config.translation import AUTO
@@ -52,11 +53,9 @@ def check_zero_section(config: Config, source: str, stage: int | None = None) ->
 
 
 def _check_zero_key(key: str, known: set[str], source: str) -> None:
-    from deepspeed.runtime.config import _REMOVED_ZERO_CONFIG_KEYS
-
-    given = f"zero_optimization.{key} in {source}"
-    if key in _REMOVED_ZERO_CONFIG_KEYS:
-        raise ValueError(f"{given} is not possible: {_REMOVED_ZERO_CONFIG_KEYS[key]}")
+    given, removed = f"zero_optimization.{key} in {source}", removed_zero_keys()
+    if key in removed:
+        raise ValueError(f"{given} is not possible: {removed[key]}")
     if key not in known:
         raise ValueError(f"{given} is no ZeRO option of DeepSpeed.{did_you_mean(key, known)}")
 
