@@ -13,7 +13,7 @@ import pytest
 from requestzero.doctor import config_file, cpu_adam, requirements
 from requestzero.doctor.__main__ import main
 from requestzero.doctor.stock_losses import Loss, stock_run
-from requestzero.environment.versions import proved_range
+from requestzero.environment.versions import UNPROVED, proved_range
 from support.installed import CHANGED_STEP, pretend_deepspeed, pretend_installed
 from support.paths import ROOT
 
@@ -41,7 +41,7 @@ def test_this_installation_is_supported(capsys: pytest.CaptureFixture[str]) -> N
     assert found["config"] is None
     assert found["versions"]["deepspeed"] == {
         "name": "deepspeed",
-        "installed": "0.19.8",
+        "installed": importlib.metadata.version("deepspeed"),
         "supported": proved_range(),
         "optional": False,
         "proved": True,
@@ -187,6 +187,17 @@ def test_the_rules_are_those_of_one_version(
     assert (found["status"], found["config"]["losses"]) == (4, None)
 
 
+def test_of_another_one_that_is_let_run_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_deepspeed(monkeypatch, tmp_path / "deepspeed", CHANGED_STEP)
+    monkeypatch.setenv(UNPROVED, "1")
+    with pytest.warns(UserWarning, match="It runs since"):
+        found = report(capsys, written(tmp_path, LOSING))
+    assert (found["status"], found["config"]["losses"]) == (4, None)
+    assert found["config"]["unknown"] == f"what it does with gradients is known of {proved_range()} only."
+
+
 @pytest.mark.parametrize("text", [None, "{", "[1]"])
 def test_a_file_that_cannot_be_read_is_status_4(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
@@ -242,7 +253,7 @@ def test_the_report_as_text(
     assert main([written(tmp_path, LOSING)]) == 3
     text = " ".join(capsys.readouterr().out.split())
     for part in (
-        f"0.19.8 (supported: {proved_range()})",
+        f"{importlib.metadata.version('deepspeed')} (supported: {proved_range()})",
         "Only the window's last request is applied",
         "takes this config",
     ):

@@ -13,9 +13,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from requestzero.doctor.__main__ import main
-from requestzero.doctor.verify import gpu, life_cycle
+from requestzero.doctor.verify import gpu, life_cycle, slow_windows
 from requestzero.doctor.verify.configurations import PLACES, SUMS, configurations
 from requestzero.doctor.verify.result import Check, Run, Updates, Verification
 from requestzero.doctor.verify.run import GPU_LIMIT, Group, Part, plan, run_group
@@ -153,26 +154,21 @@ def test_a_check_has_to_hold_on_every_rank(two_ranks: RankGroup) -> None:
 # --- what only a GPU has, as far as the CPU goes ----------------------------------------------------------------------
 
 
-def on_the_cpu(check: Callable[[], Any]) -> Any:
-    with (
-        patch.object(gpu, "_wait_on_the_device", lambda gradient: None),
-        patch.object(gpu, "_busy_copies", nullcontext),
-    ):
-        return check()
-
-
+SETUP = slow_windows.SETUP
 GPU_CHECKS = {
-    "streams": lambda: gpu._streams(False),
-    "overlap": lambda: gpu._streams(False, overlap_comm=True),
-    "retained": lambda: gpu._streams(True),
+    "streams": lambda: gpu._streams(SETUP),
+    "overlap": lambda: gpu._streams(SETUP, overlap_comm=True),
+    "retained": lambda: gpu._streams(replace(SETUP, retain=True)),
+    "bf16": lambda: gpu._streams(replace(SETUP, accum="bf16"), overlap_comm=True),
+    "stage 3": lambda: gpu._streams(slow_windows.STAGE_3),
     "prefetch": gpu._prefetches,
     "auto": gpu._keeps,
 }
 
 
 def gpu_check(name: str) -> bool:
-    with patch.object(gpu, "_WIDTH", 16):
-        return bool(on_the_cpu(GPU_CHECKS[name]))
+    with patch.object(slow_windows, "WIDTH", 16), patch.object(torch.cuda, "_sleep", lambda cycles: None):
+        return bool(GPU_CHECKS[name]())
 
 
 @pytest.mark.parametrize("name", GPU_CHECKS)
@@ -182,13 +178,13 @@ def test_the_arithmetic_of_the_gpu_checks(two_ranks: RankGroup, name: str) -> No
 
 def all_gpu_checks() -> list[Check]:
     with fake_cuda(width=16):
-        return gpu.check_gpu(lambda text: None)
+        return gpu.check_gpu(lambda text: None, stage_3=True)
 
 
 def test_all_gpu_checks_run(one_rank: RankGroup) -> None:
     """On the CPU only that they run to their end, and count as they should: nothing there can be late."""
     (checks,) = one_rank.run(all_gpu_checks)
-    assert len(checks) == 10
+    assert len(checks) == 12
     assert [check for check in checks[:-1] if not check.passed] == []
     assert (checks[-1].name, checks[-1].passed) == ("host waits in two backwards", None)
 
@@ -203,6 +199,21 @@ def late_gpu_check() -> bool:
 
 def test_a_gpu_check_can_fail(two_ranks: RankGroup) -> None:
     assert two_ranks.run(late_gpu_check) == [False, False]
+
+
+def test_a_late_copy_waits_on_the_device() -> None:
+    """Each copy that leaves its device, with ``meta`` for the device; not a cast, nor what is as small as an input."""
+    host, device = torch.zeros(2, slow_windows.WIDTH), torch.zeros(2, slow_windows.WIDTH, device="meta")
+    with patch.object(torch.cuda, "_sleep") as sleep:
+        with slow_windows.LateCopies():
+            device.copy_(host, non_blocking=True)
+            host.to("meta", non_blocking=True)
+            torch._foreach_copy_([device], [host])
+            assert sleep.call_count == 3
+            host.to(torch.bfloat16)
+            host.copy_(host.clone())
+            host[0].to("meta")
+        assert sleep.call_count == 3
 
 
 # --- the result -------------------------------------------------------------------------------------------------------

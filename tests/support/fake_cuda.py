@@ -45,7 +45,7 @@ def fake_cuda(width: int) -> Iterator[None]:
     """While the block runs, the GPU part runs on the CPU, with layers of ``width``."""
     from deepspeed.accelerator import get_accelerator
 
-    from requestzero.doctor.verify import gpu
+    from requestzero.doctor.verify import gpu, slow_windows
     from requestzero.zero.stage_1_and_2.accumulators import retention
 
     memory = FakeMemory()
@@ -65,8 +65,8 @@ def fake_cuda(width: int) -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch, "empty", memory.empty))
         stack.enter_context(patch.object(torch, "empty_like", lambda like, **options: like.clone()))
-        stack.enter_context(patch.object(gpu, "_WIDTH", width))
-        stack.enter_context(patch.object(gpu, "_PARAMETERS", gpu._LAYERS * width**2))
+        stack.enter_context(patch.object(slow_windows, "WIDTH", width))
+        stack.enter_context(patch.object(gpu, "PARAMETERS", slow_windows.LAYERS * width**2))
         stack.enter_context(patch.object(retention, "free_device_memory", memory.free))
         stack.enter_context(patch.object(get_accelerator(), "total_memory", lambda: TOTAL))
         stack.enter_context(patch.object(get_accelerator(), "is_pinned", lambda tensor: True))

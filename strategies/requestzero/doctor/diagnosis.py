@@ -12,7 +12,7 @@ from requestzero.doctor.requirements import Finding, check_versions
 from requestzero.doctor.status import Status
 from requestzero.doctor.stock_losses import Loss, stock_run
 from requestzero.environment.machine import Machine, describe_machine
-from requestzero.environment.versions import require_supported_deepspeed
+from requestzero.environment.versions import deepspeed_is_proved, proved_range, require_supported_deepspeed
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,10 @@ def diagnose_config(path: Path) -> ConfigDiagnosis:
     losses, unknown = None, None
     try:
         require_supported_deepspeed()
-        losses = stock_run(file.config).losses
+        if deepspeed_is_proved():
+            losses = stock_run(file.config).losses
+        else:  # it runs with the user's consent
+            unknown = f"what it does with gradients is known of {proved_range()} only."
     except (ImportError, ValueError) as error:
         unknown = str(error)
     return ConfigDiagnosis(str(path), losses, unknown, file.refusal())

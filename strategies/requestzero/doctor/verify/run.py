@@ -135,7 +135,8 @@ def run_group(group: Group, stage_3: bool, started: float, report: Report) -> Ou
 
 def work(group: Group, folder: Path, stage_3: bool, report: Callable[[str], None]) -> Outcome:
     """Run the group's part on this rank; the result is the same on every rank (collective)."""
-    from requestzero.doctor.verify.gpu import cannot_communicate, check_gpu, measure_columns
+    from requestzero.doctor.verify.gpu import cannot_communicate, check_gpu
+    from requestzero.doctor.verify.gpu_probe import measure_columns
     from requestzero.doctor.verify.life_cycle import check_life_cycle
     from requestzero.doctor.verify.updates import compare_all
     from requestzero.environment.machine import describe_machine
@@ -146,7 +147,7 @@ def work(group: Group, folder: Path, stage_3: bool, report: Callable[[str], None
     if impossible is not None:
         return machine, Run(group.name, checks=[impossible])
     if group.part is Part.GPU:
-        return machine, Run(group.name, checks=check_gpu(report))
+        return machine, Run(group.name, checks=check_gpu(report, stage_3))
     if group.part is Part.PROBE:
         columns, rows = measure_columns(group.ranks, report)
         return machine, Run(group.name, checks=columns, probe=rows)
