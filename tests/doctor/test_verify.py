@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -268,10 +269,19 @@ def test_on_a_gpu_the_result_is_kept(
 
 
 def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is put forward when the long wait begins, however long the ranks' start has taken."""
+    ahead = 0.0
+
+    def tell(text: str) -> None:
+        nonlocal ahead
+        ahead = 600.0 if text.endswith("a long wait") else 0.0
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead)
+    monkeypatch.setattr("requestzero.probe.ranks.time", clock)
     monkeypatch.setattr("requestzero.doctor.verify.run.Launch", hanging)
-    machine, run = run_group(Group("ranks", 1, "cpu", limit=6.0), True, time.monotonic(), lambda text: None)
+    machine, run = run_group(Group("ranks", 1, "cpu", limit=300.0), True, time.monotonic(), tell)
     assert (machine, run.passed) == (None, False)
-    assert run.failure == "at a long wait: ended, since it was not done after 6 s"
+    assert run.failure == "at a long wait: ended, since it was not done after 300 s"
 
 
 def hanging(work: Any, *args: Any, **options: Any) -> Launch:

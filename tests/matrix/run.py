@@ -41,6 +41,9 @@ BUILD = ("setuptools", "wheel", "packaging", "hatchling", "numpy", "ninja")
 REFUSALS = (f"{UNPROVED}=1 python -m requestzero.doctor", "Muon is not allowed with this version of DeepSpeed")
 """Parts of the messages that refuse stage 3 and Muon with an older DeepSpeed. A test that ends in one is no failure."""
 
+PINNED = "tests/test_upstream_contract.py::test_pinned_sources_are_unchanged"
+"""Compares with the sources of the versions in ``constraints.txt``."""
+
 VERSIONS = """
 import json
 from requestzero.environment.machine import installed_versions
@@ -126,7 +129,8 @@ def fast_tests(environment: Environment) -> str:
     """Run the fast tests; return their numbers, and print those that have failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "tests.xml")
-        environment.run("-m", "pytest", "-q", "--fast", "-p", "no:cacheprovider", f"--junitxml={report}", "tests")
+        options = ["-q", "--fast", "-p", "no:cacheprovider", f"--deselect={PINNED}", f"--junitxml={report}"]
+        environment.run("-m", "pytest", *options, "tests")
         outcomes = Counter(map(outcome_of, ElementTree.parse(report).iter("testcase")))
     return ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items(), reverse=True))
 

@@ -1,6 +1,7 @@
 """Faults of DeepSpeed's own ZeRO optimizers, each with the smallest window that shows it. requestzero is not used.
 
-    DS_ACCELERATOR=cpu TORCH_COMPILE_DISABLE=1 torchrun --nproc-per-node 2 tests/upstream_faults/zero_faults.py [NAME ...]
+    export DS_ACCELERATOR=cpu TORCH_COMPILE_DISABLE=1  # Muon would be compiled for minutes
+    torchrun --nproc-per-node 2 tests/upstream_faults/zero_faults.py [NAME ...]
 
 Two weights a and b, SGD with a learning rate of 1: an update is the gradient. A micro-batch is written as the gradients
 that it has, such as ``(1, 2)``, and ``(1, None)`` where b takes no part; it is the same on both ranks.
