@@ -34,7 +34,9 @@ def test_one_set_of_every_quick_function() -> None:
 
 
 def test_of_a_long_file_every_nth_function() -> None:
-    items: list[Any] = [Item(f"tests/long.py::test_{number:02}[{value}]") for number in range(3 * PER_FILE) for value in "ab"]
+    items: list[Any] = [
+        Item(f"tests/long.py::test_{number:02}[{value}]") for number in range(3 * PER_FILE) for value in "ab"
+    ]
     items += [Item("tests/short.py::test_one"), Item("tests/short.py::test_two")]
     kept, others = fast_cut(items)
     names = [item.nodeid.split("[")[0] for item in kept]
