@@ -13,6 +13,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"offload_optimizer": {"device": "nvme"}}, r"offload_optimizer\.device='nvme' was asked.*in files.*use 'cpu'"),
     ({"offload_param": {"device": "nvme"}}, r"offload_param\.device='nvme' was asked.*in files.*use 'cpu'"),
     ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, r"super_offload was asked.*set it to false"),
+    ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, r"offload_optimizer\.ratio=0\.5 was asked \(Twin-Flow\)"),
     ({"zenflow": {}}, r"zero_optimization\.zenflow=\{\} was asked at stage 3.*gradient path of its own: remove it"),
     ({"mics_shard_size": 2}, r"mics_shard_size=2 was asked at stage 3, which is MiCS.*leave it out"),
     ({"zero_hpz_partition_size": 2}, r"zero_hpz_partition_size=2 was asked at stage 3, which is ZeRO\+\+"),

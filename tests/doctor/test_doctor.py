@@ -122,7 +122,14 @@ def test_a_config_of_stage_3_loses(tmp_path: Path, capsys: pytest.CaptureFixture
     config = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1000}}
     found = report(capsys, written(tmp_path, config))
     assert (found["status"], found["config"]["refusal"]) == (3, None)
-    assert found["config"]["losses"].keys() == {"late_after_first_backward", "absent_from_window"}
+    assert found["config"]["losses"].keys() == {
+        "late_after_first_backward",
+        "absent_from_window",
+        "discarded_sum",
+        "first_of_two_forwards",
+        "used_twice",
+        "skipped_again",
+    }
 
 
 def test_a_config_without_loss_is_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,16 @@ SHOWS = {
     Loss.UNREDUCED: {ABSENT_AT_END: None},
     Loss.ABSENT_FROM_WINDOW: {ABSENT: 8.0},
 }
+OTHERS = {
+    Loss.DISCARDED_SUM,
+    Loss.FIRST_OF_TWO_FORWARDS,
+    Loss.USED_TWICE,
+    Loss.EDITED_SUM,
+    Loss.SKIPPED_AGAIN,
+    Loss.INF_APPLIED,
+    Loss.RAISED_SCALE,
+}
+"""Not of such windows: see ``test_stock_losses_stage_3.py``."""
 CHECKED = (SEVERAL, LATE_IN_REQUEST, LATE_REQUEST, ABSENT_AT_END, ABSENT, ONE_REQUEST)
 
 
@@ -76,11 +86,14 @@ GRID |= {
     )
     for stage, offload, dtypes in product((1, 2), (False, True), ("fp32/fp32", "bf16/fp32"))
 }
+GRID |= {f"zero0 managed={managed}": config_of(0, False, "bf16", "bf16", managed) for managed in (True, False)}
 GRID |= {
-    f"zero{stage} managed={managed}": config_of(stage, False, "bf16", "bf16", managed)
-    for stage, managed in product((0, 3), (True, False))
+    f"zero3 {'offload' if offload else 'device'} {dtypes} managed={managed}": config_of(
+        3, offload, *dtypes.split("/"), managed
+    )
+    for offload, dtypes, managed in product((False, True), ("bf16/bf16", "bf16/fp32", "fp32/fp32"), (True, False))
 }
-GRID["zero3 offload"] = config_of(3, True, "bf16", "bf16", True)
+GRID["zero3 both"] = config_of(3, True, "bf16", "bf16", True, offload_param={"device": "cpu"})
 
 
 def stock_gradients(config: dict[str, Any]) -> list[list[float]]:
@@ -117,15 +130,15 @@ def weights(engine: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", GRID)
 def test_the_result_is_what_deepspeed_does(two_ranks: RankGroup, name: str) -> None:
-    losses = stock_run(GRID[name]).losses
+    losses = set(stock_run(GRID[name]).losses)
     for applied in two_ranks.run(stock_gradients, GRID[name]):
         wrong = {spot: applied[spot[0]][spot[1]] for spot in CHECKED if applied[spot[0]][spot[1]] != spot[2]}
-        predicted = {spot for loss in losses for spot in SHOWS[loss]}
+        predicted = {spot for loss in losses - OTHERS for spot in SHOWS[loss]}
         assert set(wrong) == predicted, wrong
-        for loss in losses:
+        for loss in losses - OTHERS:
             assert all(value in (None, wrong[spot]) for spot, value in SHOWS[loss].items()), (loss, wrong)
 
 
 def test_every_loss_occurs_in_the_grid() -> None:
     found = {loss for config in GRID.values() for loss in stock_run(config).losses}
-    assert found == set(Loss) == set(SHOWS)
+    assert found >= set(SHOWS) == set(Loss) - OTHERS

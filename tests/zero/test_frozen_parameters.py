@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from support.engines import build
+from support.engines import build, module_weights
 from support.failures import assert_fails
-from support.grid import every_place
+from support.grid import every_stage
+from support.muon import batch, build_muon
 from support.ranks import RankGroup
 from support.setup import Setup
 from support.windows import LR
@@ -28,13 +29,12 @@ class Two(torch.nn.Module):
         return (self.first * self.first).sum() * x + (self.second * self.second).sum() / (1 + x)
 
 
-def phases(module: Two, update: Any) -> list[float]:
+def phases(module: Two, update: Any) -> None:
     for number, trained in enumerate(PHASES):
         module.first.requires_grad_(trained[0])
         module.second.requires_grad_(trained[1])
         for step in range(3):
             update(0.25 + number + step)
-    return torch.cat([module.first, module.second]).tolist()
 
 
 def plain(name: str, options: dict[str, Any]) -> list[float]:
@@ -46,7 +46,8 @@ def plain(name: str, options: dict[str, Any]) -> list[float]:
         module(x).backward()
         optimizer.step()
 
-    return phases(module, update)
+    phases(module, update)
+    return torch.cat([module.first, module.second]).tolist()
 
 
 def ours(setup: Setup, options: dict[str, Any]) -> list[float]:
@@ -56,12 +57,13 @@ def ours(setup: Setup, options: dict[str, Any]) -> list[float]:
         engine.backward(engine(x))
         engine.step()
 
-    result = phases(engine.module, update)
+    phases(engine.module, update)
+    result = torch.cat(module_weights(engine)).tolist()
     engine.destroy()
     return result
 
 
-@every_place
+@every_stage
 @pytest.mark.parametrize("options", [{"momentum": 0.5, "weight_decay": 0.25}, {"momentum": 0.5}], ids=str)
 def test_frozen_parameters_stay(two_ranks: RankGroup, stage: int, offload: bool, options: dict[str, Any]) -> None:
     expected = plain("sgd", options)
@@ -76,16 +78,16 @@ def moved_while_frozen(setup: Setup) -> list[bool]:
         engine.backward(engine(x))
         engine.step()
     engine.module.first.requires_grad_(False)
-    before = [engine.module.first.clone(), engine.module.second.clone()]
+    before = module_weights(engine)
     for x in (1.0, 2.0):
         engine.backward(engine(x))
         engine.step()
-    moved = [not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)]
+    moved = [not torch.equal(a, b) for a, b in zip(before, module_weights(engine), strict=True)]
     engine.destroy()
     return moved
 
 
-@every_place
+@every_stage
 def test_frozen_parameters_stay_under_adamw(two_ranks: RankGroup, stage: int, offload: bool) -> None:
     setup = Setup(stage=stage, offload=offload, model="bf16", optimizer="adamw")
     assert two_ranks.run(moved_while_frozen, setup) == [[False, True]] * 2
@@ -102,7 +104,7 @@ def unfrozen_late(setup: Setup) -> None:
     engine.backward(engine(1.0))
 
 
-@every_place
+@every_stage
 def test_what_was_frozen_at_the_start_is_refused(two_ranks: RankGroup, stage: int, offload: bool) -> None:
     message = "^RuntimeError: Parameter 'second' was frozen when the engine was built.*Let it require grad"
     assert_fails(two_ranks, message, unfrozen_late, Setup(stage=stage, offload=offload))
@@ -126,3 +128,37 @@ def trained_without_the_engine_afterwards(setup: Setup) -> float:
 
 def test_another_engine_may_train_it(two_ranks: RankGroup) -> None:
     assert two_ranks.run(trained_without_the_engine_afterwards, Setup()) == [1 - LR] * 2
+
+
+def frozen_under_muon(stage: int, offload: bool) -> list[bool]:
+    """True for what has moved: a frozen matrix, one that is not frozen, and the momentum of the frozen one."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    zero = Setup(stage=stage, offload=offload, zero={"reduce_scatter": False}).deepspeed_config()["zero_optimization"]
+    engine = build_muon(stage, offload, "fp32", "fp32", zero_optimization=zero)
+    has_momentum = stage == 3 or offload  # else DeepSpeed keeps it by whole matrices, and moves it
+    frozen, trained = engine.module.b.weight, engine.module.a.weight
+
+    def kept() -> list[torch.Tensor]:
+        found = [safe_get_full_fp32_param(each) for each in (frozen, trained)]
+        if has_momentum:
+            found.append(safe_get_full_optimizer_state(frozen, "momentum_buffer"))
+        return [value.clone() for value in found if value is not None]
+
+    before: list[torch.Tensor] = []
+    for window in range(3):
+        engine.backward(engine(batch(engine, window, 0)))
+        engine.step()
+        if window == 0:
+            before = kept()
+            frozen.requires_grad_(False)
+    frozen.requires_grad_(True)  # of others DeepSpeed tells nothing
+    moved = [not torch.equal(a, b) for a, b in zip(before, kept(), strict=True)]
+    engine.destroy()
+    return moved
+
+
+@every_stage
+def test_frozen_parameters_stay_under_muon(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    for moved in two_ranks.run(frozen_under_muon, stage, offload):
+        assert moved in ([False, True], [False, True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from support.engines import build, masters
+from support.failures import assert_fails
 from support.grid import every_place, every_sum
 from support.models import WIDTH
 from support.ranks import RankGroup
@@ -30,13 +32,9 @@ class Interleaved(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = ((self.twice, 1.0), (self.once, 2.0), (self.twice, 4.0))
-        return sum(
-            (
-                checkpoint(lambda w, y: (w * y).sum(), weight, x * factor, use_reentrant=True)
-                for weight, factor in parts
-            ),
-            torch.zeros((), device=x.device),
-        )
+        # A weight that were an argument of its segments would get the sum of its parts, once.
+        products = [checkpoint(partial(inner_product, weight), x * by, use_reentrant=True) for weight, by in parts]
+        return torch.stack(products).sum()
 
 
 def updates(setup: Setup, requestzero: bool, ends: dict[float, bool]) -> list[list[float]]:
@@ -75,8 +73,12 @@ def test_both_parts_are_added(
 
 @every_place
 @every_bucket
-def test_stock_loses_the_first_request(one_rank: RankGroup, stage: int, offload: bool, bucket: int) -> None:
-    """The check can fail; of a single backward DeepSpeed adds both parts."""
+def test_stock_fails(one_rank: RankGroup, stage: int, offload: bool, bucket: int) -> None:
+    """DeepSpeed adds both parts of a single backward at stage 1, and loses an earlier request; stage 2 raises."""
     setup = Setup(stage=stage, offload=offload, zero={"reduce_bucket_size": bucket, "allgather_bucket_size": bucket})
+    if stage == 2:
+        message = "^AssertionError: The parameter twice has already been reduced"
+        assert_fails(one_rank, message, updates, setup, False, {1.0: True})
+        return
     assert one_rank.run(updates, setup, False, {1.0: True}) == [exact(1.0)]
     assert one_rank.run(updates, setup, False, {1.0: True, 4.0: True}) == [exact(4.0)]

@@ -31,6 +31,13 @@ def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
             "zero_optimization.zenflow was asked, which keeps a gradient path of its own: remove it "
             "(offload_optimizer alone is supported), or call deepspeed.initialize for ZenFlow."
         )
+    ratio = section_of(zero, "offload_optimizer").get("ratio")
+    if ratio not in (None, 1, "auto"):
+        raise ValueError(
+            f"zero_optimization.offload_optimizer.ratio={ratio!r} was asked (Twin-Flow), which leaves a part of the "
+            "optimizer on the accelerator, to an AdamW of DeepSpeed's own: that follows no learning-rate schedule, and "
+            "no checkpoint has its state. Leave it out, which offloads everything, or call deepspeed.initialize for it."
+        )
     if section_of(config, "compile").get("deepcompile"):
         raise ValueError(
             "compile.deepcompile was asked, which reduces gradients inside compiled graphs: set it to false, or call "

@@ -62,6 +62,33 @@ class Loss(Enum):
         "Parameters that take no part in a window: the gradient of their last update is applied once more, also with "
         "one micro-batch per update."
     )
+    DISCARDED_SUM = (
+        "Windows that zero_grad() discards after a backward: parameters that take no part in the next window get what "
+        "the discarded one has summed."
+    )
+    FIRST_OF_TWO_FORWARDS = (
+        "Two forwards before their backwards, at the beginning of a window: the second gradient replaces the first one."
+    )
+    USED_TWICE = (
+        "Parameters that several reentrant checkpoints of one micro-batch use: in a window's first micro-batch only "
+        "the part that comes last is kept where others were reduced in between; where none were, it is an error."
+    )
+    EDITED_SUM = (
+        "Gradients that safe_set_full_grad sets inside a window: what the reduced gradients sum to without it replaces "
+        "them at the next end of a request, or before the step."
+    )
+    SKIPPED_AGAIN = (
+        "Windows that are skipped for inf or NaN: the next ones are skipped too, until the parameter that had it takes "
+        "part in a window's first micro-batch."
+    )
+    INF_APPLIED = (
+        "Windows that are skipped for inf or NaN: it is applied in the next window if the parameter that had it takes "
+        "no part there. The weights are not finite any more."
+    )
+    RAISED_SCALE = (
+        "Steps before which the dynamic loss scale is raised (every fp16.loss_scale_window steps): gradients that had "
+        "the old scale are divided by the new one, and half of the update is applied."
+    )
 
 
 @dataclass(frozen=True)
@@ -80,6 +107,8 @@ class StockRun:
     """``overlap_comm``."""
     muon: bool
     """True if the config's optimizer is Muon."""
+    dynamic_scale: bool = False
+    """True for fp16 with a loss scale that DeepSpeed adjusts."""
     has_one_sum: bool = True
     """True if this DeepSpeed sums in one fp32 partition where accumulation is fp32 on a 16-bit model: since 0.19.8."""
 
@@ -88,9 +117,10 @@ class StockRun:
         """Return every loss that can occur, if requests or parameters are as its text describes."""
         if self.stage == 0 or self._is_bf16_optimizer:
             return []
+        raised = [Loss.RAISED_SCALE] if self.dynamic_scale else []
         if self.stage == 3:
-            return self._of_stage_3()
-        return self._of_offload() if self.offload else self._of_device()
+            return [*self._of_stage_3(), *raised]
+        return [*(self._of_offload() if self.offload else self._of_device()), *raised]
 
     @property
     def _is_bf16_optimizer(self) -> bool:
@@ -132,8 +162,23 @@ class StockRun:
         return [Loss.FIRST_REQUEST, Loss.LATE_AFTER_FIRST_REQUEST] if self.managed else []
 
     def _of_stage_3(self) -> list[Loss]:
+        """Return the losses of one sum per parameter, where a counter of the window's backwards decides to add to it.
+
+        Under offload the step reads a copy, which is made of the parameters of the request's last micro-batch (without
+        managed accumulation: of the window's).
+        """
         at_end = [Loss.ABSENT_AT_REQUEST_END] if self.offload and self.managed else []
-        return [Loss.LATE_AFTER_FIRST_BACKWARD, *at_end, Loss.ABSENT_FROM_WINDOW]
+        return [
+            Loss.LATE_AFTER_FIRST_BACKWARD,
+            *at_end,
+            Loss.ABSENT_FROM_WINDOW,
+            Loss.DISCARDED_SUM,
+            Loss.FIRST_OF_TWO_FORWARDS,
+            Loss.USED_TWICE,
+            *([Loss.EDITED_SUM] if self.offload else []),
+            # fp16 looks for inf in the sums, other dtypes in the norms of what the step reads.
+            Loss.INF_APPLIED if self.offload and self.model != "fp16" else Loss.SKIPPED_AGAIN,
+        ]
 
 
 def stock_run(config: Mapping[str, Any]) -> StockRun:
@@ -171,6 +216,7 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
         managed=config.get("managed_gradient_accumulation", True) is not False,
         overlap=bool(zero.overlap_comm),
         muon=optimizer.lower() == "muon",
+        dynamic_scale=precision == "fp16" and not section_of(config, "fp16").get("loss_scale"),
         has_one_sum=hasattr(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer"),
     )
 

@@ -18,13 +18,13 @@ from requestzero.config.reduction_time import ReduceAt, ReductionTime, reduction
 from requestzero.config.rules import UNEQUAL_MEANS
 from requestzero.config.validation import check_weight
 from requestzero.zero.common import life_cycle
+from requestzero.zero.common.frozen_parameters import refuse_gradients
 from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.engine.aborts import AbortingEngine
 from requestzero.zero.engine.announcements import ends_together
 from requestzero.zero.engine.optimizer_classes import OPTIMIZER_CLASSES, optimizer_classes_in_place
 from requestzero.zero.engine.step_arguments import check_divisor
 from requestzero.zero.overflow import skip_messages
-from requestzero.zero.stage_1_and_2.frozen_parameters import refuse_gradients
 from requestzero.zero.stage_3.gathers import watch_gathers
 
 

@@ -79,6 +79,11 @@ class PartitionLayout:
         """Return the id of a parameter that the optimizer updates."""
         return self.ids[id(param)]
 
+    def frozen(self, group: int) -> list[tuple[int, int]]:
+        """Return offset and size of what this rank owns of the frozen parameters of a group, within its partition."""
+        owned = self.groups[group].owned
+        return [(place.offset, place.numel) for each, place in owned.items() if not self.params[each].requires_grad]
+
     def _lay_out(self, optimizer: PartitionedParameters, index: int) -> GroupLayout:
         size = int(optimizer.partition_size[index])
         rank = dist.get_rank(group=optimizer.real_dp_process_group[index])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from typing_extensions import override
 
 from requestzero.zero.common import life_cycle, obstacles
+from requestzero.zero.common.frozen_parameters import kept_still
 from requestzero.zero.common.scale import StepScale, unscale_and_clip
 from requestzero.zero.common.window import DroppedRequest, UpdateWindow
 from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow import policy
 from requestzero.zero.stage_1_and_2 import model_weights
-from requestzero.zero.stage_1_and_2.frozen_parameters import kept_still
 from requestzero.zero.stage_1_and_2.full_gradients import complete_before_access
 from requestzero.zero.stage_1_and_2.optimizer_parts import OptimizerParts, build_parts, is_muon_group
 from requestzero.zero.window_checkpoint import loading
@@ -294,9 +295,12 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
     @override
     def _optimizer_step(self, group_no: int) -> None:
         """Also keep frozen parameters as they are."""
-        master = self.single_partition_of_fp32_groups[group_no]
-        with kept_still(self.layout.groups[group_no], self.layout.params, master, self.optimizer.state):
+        with self._kept_still(group_no):
             super()._optimizer_step(group_no)
+
+    def _kept_still(self, group_no: int) -> AbstractContextManager[None]:
+        master = self.single_partition_of_fp32_groups[group_no]
+        return kept_still(self.layout.frozen(group_no), master, self.optimizer.state)
 
     @override
     def _get_loss_scale(self) -> Any:
@@ -342,7 +346,10 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
     @override
     def _apply_muon_updates_cpu_offload(self) -> None:
         """Also take over the norms of the updates that gradients of Muon groups have become."""
-        super()._apply_muon_updates_cpu_offload()
+        with ExitStack() as frozen:
+            for index in self._muon_groups():
+                frozen.enter_context(self._kept_still(index))  # the momentum
+            super()._apply_muon_updates_cpu_offload()
         if self._muon_groups():
             self.sums.replace_norms(self._muon_groups(), self.norm_for_param_grads)
             self.norm.forget()

@@ -14,8 +14,7 @@ class HostGradients:
 
     Where a master weight has the dtype of the sums and lies where they do, its gradient *is* the sub-group's stretch of
     the sums: DeepSpeed's second buffer is dropped, and nothing is copied. Otherwise (16-bit sums for fp32 masters and
-    the other way round, sub-groups that ``offload_optimizer.ratio`` leaves on the accelerator) a step copies once per
-    sub-group.
+    the other way round, sums that ``reload_states`` has brought to the accelerator) a step copies once per sub-group.
 
     Args:
         masters: by sub-group.

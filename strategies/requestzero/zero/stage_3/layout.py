@@ -63,6 +63,12 @@ class ShardLayout:
         """Return the id of a parameter that the optimizer updates."""
         return self.ids[id(param)]
 
+    def frozen(self, sub_group: int) -> list[tuple[int, int]]:
+        """Return offset and size of the shards of frozen parameters within a sub-group's stretch, padding included."""
+        start = self.stretches[sub_group].offset
+        frozen = [self.shards[number] for number in self.groups[sub_group] if not self.params[number].requires_grad]
+        return [(shard.offset - start, shard.numel) for shard in frozen]
+
     def _lay_out(self, params: Sequence[Any], rank: int) -> None:
         start = end = sum(self.stretches[-1]) if self.stretches else 0
         self.groups.append(list(range(len(self.shards), len(self.shards) + len(params))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from typing_extensions import override
 
 from requestzero.zero.common import life_cycle, obstacles
+from requestzero.zero.common.frozen_parameters import kept_still
 from requestzero.zero.common.reduction_schedule import reducing_always
 from requestzero.zero.common.scale import StepScale, unscale_and_clip
 from requestzero.zero.common.streams import current_stream, has_streams, keep_alive
@@ -203,6 +205,16 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         norm = float(total_norm) if self.clip_grad > 0.0 else 0.0
         unscale_and_clip([gradient], float(self.loss_scale), norm, self.clip_grad)
 
+    @override
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        """Also keep frozen parameters as they are."""
+        with self._kept_still(sub_group_id):
+            super()._optimizer_step(sub_group_id)
+
+    def _kept_still(self, sub_group_id: int) -> AbstractContextManager[None]:
+        master = self.fp32_partitioned_groups_flat[sub_group_id]
+        return kept_still(self.layout.frozen(sub_group_id), master, self.optimizer.state)
+
     @property
     def norm_is_final(self) -> bool:
         """True unless gradients become Muon updates first."""
@@ -218,7 +230,11 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             return
         if not self.offload_optimizer:
             self._divide_sums_for_muon()
-        super()._apply_muon_to_accumulated_grads()
+        with ExitStack() as frozen:
+            for index, uses_muon in enumerate(self.sub_groups_using_muon):
+                if uses_muon:
+                    frozen.enter_context(self._kept_still(index))  # the momentum
+            super()._apply_muon_to_accumulated_grads()
         self.norm.forget()
 
     def _divide_sums_for_muon(self) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
-
-from requestzero.zero.stage_1_and_2.layout import GroupLayout, Parameter
 
 
 class HasBackwards(Protocol):
@@ -19,7 +17,9 @@ class HasBackwards(Protocol):
     """Above 0 while a backward of its engine runs."""
 
 
-def refuse_gradients(params: Iterable[Parameter], names: Mapping[torch.Tensor, str], optimizer: HasBackwards) -> None:
+def refuse_gradients(
+    params: Iterable[torch.nn.Parameter], names: Mapping[torch.Tensor, str], optimizer: HasBackwards
+) -> None:
     """Let the first gradient of a parameter that the user's optimizer has, and ZeRO not, be an error.
 
     DeepSpeed leaves out what is frozen when the engine is built. Unfrozen later it would never be trained.
@@ -44,7 +44,7 @@ def _refusal(name: str, optimizer: Callable[[], HasBackwards | None]) -> Callabl
         raise RuntimeError(
             f"Parameter {name!r} was frozen when the engine was built, so ZeRO has left it out of the optimizer: it "
             "has a gradient now and would never be trained. Let it require grad when the engine is built, and freeze "
-            "it right afterwards (in Lightning in on_train_start): at stages 1 and 2 it then stays as it is."
+            "it right afterwards (in Lightning in on_train_start): it then stays as it is."
         )
 
     return refuse
@@ -52,19 +52,17 @@ def _refusal(name: str, optimizer: Callable[[], HasBackwards | None]) -> Callabl
 
 @contextmanager
 def kept_still(
-    group: GroupLayout, params: list[Parameter], master: torch.Tensor, states: Mapping[torch.Tensor, dict[str, Any]]
+    places: Sequence[tuple[int, int]], master: torch.Tensor, states: Mapping[torch.Tensor, dict[str, Any]]
 ) -> Iterator[None]:
-    """Around a group's update: what is frozen keeps its master weights and optimizer state, as under plain PyTorch.
+    """Around an update: what is frozen keeps its master weights and optimizer state, as under plain PyTorch.
 
-    Without it momentum and weight decay would go on, since a partition is updated as a whole.
+    Without it momentum and weight decay would go on, since flat master weights are updated as a whole.
 
     Args:
-        group: whose partition is updated.
-        params: of all groups, by parameter id.
-        master: the partition's master weights.
+        places: offset and size of every frozen parameter in the master weights, in elements.
+        master: flat master weights.
         states: the optimizer's; the update may add to them.
     """
-    places = [place for param_id, place in group.owned.items() if not params[param_id].requires_grad]
     if not places:
         yield
         return
@@ -74,16 +72,12 @@ def kept_still(
         found = {name: value for name, value in state.items() if torch.is_tensor(value) and value.shape == master.shape}
         return {"": master.detach(), **found}
 
-    before = {name: [_part(tensor, place).clone() for place in places] for name, tensor in tensors().items()}
+    before = {name: [tensor.narrow(0, *place).clone() for place in places] for name, tensor in tensors().items()}
     yield
     for name, tensor in tensors().items():
         for number, place in enumerate(places):
             # State that this update has made is that of a parameter without an update.
             if name in before:
-                _part(tensor, place).copy_(before[name][number])
+                tensor.narrow(0, *place).copy_(before[name][number])
             else:
-                _part(tensor, place).zero_()
-
-
-def _part(tensor: torch.Tensor, place: Any) -> torch.Tensor:
-    return tensor.narrow(0, place.offset, place.numel)
+                tensor.narrow(0, *place).zero_()
