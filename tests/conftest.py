@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from support.covering import cover_pairs
 from support.cpu_adam import compile_before_tests
 from support.fast import fast_cut
 from support.paths import ROOT
@@ -18,9 +19,13 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".pytest_cache" / "torc
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="a few tests of every file, none that is marked as slow")
+    parser.addoption("--all-combinations", action="store_true", help="all sets of parameters, not only all pairs")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all-combinations"):
+        items[:], others = cover_pairs(items)
+        config.hook.pytest_deselected(items=others)
     if config.getoption("--fast"):
         items[:], others = fast_cut(items)
         config.hook.pytest_deselected(items=others)

@@ -133,7 +133,9 @@ def pairwise(stage: int, name: str) -> list[Row]:
 
 ALONE = [
     Setup(stage=stage, offload=offload, model=model, accum=accum, **option)
-    for (stage, offload), (model, accum), option in product(PLACES, SUMS, OPTIONS.values())
+    for place, (stage, offload) in enumerate(PLACES)
+    for number, option in enumerate(OPTIONS.values())
+    for model, accum in (SUMS if not option else [SUMS[(place + number) % len(SUMS)]])
 ]
 COMBINED = [
     setup_of(stage, offload, row)
