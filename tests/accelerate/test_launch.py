@@ -14,6 +14,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from requestzero.config.files import load_config
 from support import accelerate_script
+from support.class_names import optimizer_name
 from support.paths import ACCELERATE_CONFIGS
 from support.scripts import finish, start_module
 
@@ -44,7 +45,7 @@ def expected(ranks: int, offload: bool, precision: str, optimizer: str) -> str:
 
 
 def check(directory: Path, ranks: int, offload: bool, precision: str = "bf16", stage_3: bool = False) -> None:
-    optimizer = "RequestZeROStage3Optimizer" if stage_3 else "RequestZeROOptimizer"
+    optimizer = "RequestZeROStage3Optimizer" if stage_3 else optimizer_name()
     found = results(directory)
     assert len(found) == ranks
     assert all(text.startswith(expected(ranks, offload, precision, optimizer)) for text in found), found

@@ -11,6 +11,7 @@ from accelerate.utils import DeepSpeedPlugin
 from requestzero import RequestZeROPlugin
 from support.accelerate_loops import Loop, data, train
 from support.accelerate_state import fresh
+from support.class_names import optimizer_name
 from support.models import RowWeight
 from support.ranks import RankGroup
 
@@ -60,7 +61,7 @@ def _prepare(accelerator: Accelerator) -> Any:
 def test_the_others_stay_stock(two_ranks: RankGroup) -> None:
     for found in two_ranks.run(train_both):
         assert found["engines"] == ["RequestZeROEngine", "DeepSpeedEngine"]
-        assert found["optimizers"] == ["RequestZeROOptimizer", "DeepSpeedZeroOptimizer"]
+        assert found["optimizers"] == [optimizer_name(), "DeepSpeedZeroOptimizer"]
         assert found["wrappers"] == ["RequestZeROOptimizerWrapper", "DeepSpeedOptimizerWrapper"]
         expected = (-data(2, 2).sum(0) / 2 * 0.5).tolist()
         assert found["weights"] == [expected, expected]

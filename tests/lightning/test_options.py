@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from omegaconf import OmegaConf
 
 from requestzero import OverflowSettings
 from requestzero.config.options import RequestZeROSettings
+from requestzero.config.removed_keys import removed_sections
 from requestzero.lightning import RequestZeRO
 from requestzero.lightning.options import DEFAULTS, LOSS_SCALE_OPTIONS, NOT_APPLICABLE, OWN_OPTIONS
+
+NEBULA = re.escape(removed_sections().get("nebula", "DeepSpeed has removed it; leave it out."))
 
 
 def trainer(strategy: RequestZeRO, **options: Any) -> Trainer:
@@ -297,7 +301,7 @@ def test_equal_values_in_two_places() -> None:
             {"config": {"bf16": {"check_overflow": False}}},
             r"bf16\.check_overflow in config is no option .* Did you mean 'check_grad_overflow'\?",
         ),
-        ({"config": {"nebula": {}}}, r"'nebula' in config is not possible: Nebula checkpointing has been removed"),
+        ({"config": {"nebula": {}}}, f"'nebula' in config is not possible: {NEBULA}"),
         (
             {"config": {"zero_optimization": {"mics_shard_size": 2}}},
             r"zero_optimization\.mics_shard_size in config is not possible: MiCS ZeRO-3 sharding has been removed",

@@ -15,6 +15,7 @@ from accelerate import DeepSpeedPlugin
 from requestzero.run.__main__ import DESCRIPTION
 from requestzero.run.adoption import Adoption
 from support import adopted_facts, unchanged_loop
+from support.class_names import optimizer_name
 from support.paths import ACCELERATE_CONFIGS
 from support.scripts import finish, start_module
 
@@ -98,14 +99,14 @@ def test_a_bare_accelerator_under_accelerate_launch(tmp_path: Path) -> None:
     """With a shipped file, and a loader whose worker is spawned."""
     module = ("accelerate.commands.launch", *LAUNCH, "-m", "requestzero.run", str(LOOP), "accelerate", str(tmp_path))
     finish(start_module(*module, **FRESH_RANKS))
-    assert results(tmp_path) == [text.format("RequestZeROOptimizer") for text in EXPECTED]
+    assert results(tmp_path) == [text.format(optimizer_name()) for text in EXPECTED]
 
 
 @pytest.mark.slow
 def test_deepspeed_initialize_under_torchrun(tmp_path: Path) -> None:
     program = ("-m", "support.unchanged_loop", "deepspeed", str(tmp_path))
     output = finish(start_module("torch.distributed.run", *TORCHRUN, *program, **FRESH_RANKS, **WITH_TESTS))
-    assert results(tmp_path) == [text.format("RequestZeROOptimizer") for text in EXPECTED]
+    assert results(tmp_path) == [text.format(optimizer_name()) for text in EXPECTED]
     assert "requestzero.run:" not in output
 
 

@@ -120,8 +120,9 @@ def recorded_engine(setup: Setup, requestzero: bool = True) -> Iterator[tuple[An
     """An engine and the log of what it does, without the reduction's own events."""
     engine = build(setup, requestzero)
     recorder = Recorder([p.grad for p in engine.optimizer.single_partition_of_fp32_groups])
-    # The buckets of DeepSpeed's own optimizer have producer events.
-    no_bucket_events = patch.object(type(engine.optimizer), "_record_bucket_producer", lambda self, bucket: None)
+    # The buckets of DeepSpeed's own optimizer have producer events (0.19.6: none).
+    name = "_record_bucket_producer"
+    no_bucket_events = patch.object(type(engine.optimizer), name, lambda self, bucket: None, create=True)
     try:
         with no_bucket_events, recorder.accelerator():
             yield engine, recorder.log

@@ -48,7 +48,8 @@ def invariant(setup: Setup, windows: list[list[Sequence]], cuts: int) -> list[to
     import deepspeed.comm as dist
 
     found = []
-    with fp16_where_needed(setup.model), warnings.catch_warnings(action="ignore"):
+    with fp16_where_needed(setup.model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         engine = build_sliced(setup)
         for number, window in enumerate(windows):
             requests = cut(window, dist.get_world_size(), 100 * cuts + number)
