@@ -150,6 +150,9 @@ def test_stage_3_names_the_command(saved: Any, one_rank: RankGroup) -> None:
 def test_what_cannot_be_converted(two_ranks: RankGroup, one_rank: RankGroup, saved: Any, tmp_path: Path) -> None:
     folder = saved[1]
     assert "exists: name a new folder" in one_rank.run(command, "convert", str(folder), str(tmp_path))[0][2]
+    status, _, error = one_rank.run(command, "convert", str(folder), str(folder / "converted"))[0]
+    assert (status, "which is copied there: name a folder outside of it" in error) == (1, True)
+    assert not (folder / "converted.unfinished").exists()
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "is no checkpoint of DeepSpeed" in one_rank.run(command, "inspect", str(empty))[0][2]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from requestzero import RequestZeRO, RequestZeROFabric
+from requestzero import AbortRequest, RequestZeRO, RequestZeROFabric
 from support.ranks import RankGroup
 from support.windows import ALL, ExactLayers, values
 
@@ -318,6 +318,48 @@ def test_resume(two_ranks: RankGroup, tmp_path: Path, stage: int, offload: bool,
     for first, second, window in two_ranks.run(saved_and_resumed, stage, offload, str(tmp_path / "saved"), inside):
         assert same([first], [second])
         assert window == 1
+
+
+def run_requests(launched: Fabric, model: Any, numbers: range, bad: int | None = None) -> None:
+    """Requests of two micro-batches; rank 1 aborts the bad one."""
+    engine = RequestZeROFabric.engine_of(model)
+    for number in numbers:
+        with engine.request(number):
+            for part in range(2):
+                launched.backward(loss_of(launched, model, 10 * number + part), model=model)
+            if number == bad and launched.global_rank == 1:
+                raise AbortRequest("its reward came too late")
+
+
+def aborted(stage: int, offload: bool, folder: str) -> tuple[list[list[torch.Tensor]], list[Any], int]:
+    """Abort the second of four requests, and save after it: weights with it, without it and resumed; names; count."""
+    found = []
+    for bad in (1, None):
+        launched, model, optimizer = set_up(strategy(stage, offload, abort=True))
+        engine = RequestZeROFabric.engine_of(model)
+        run_requests(launched, model, range(1))
+        if bad is not None:
+            run_requests(launched, model, range(1, 2), bad)
+            launched.save(folder, {"model": model, "optimizer": optimizer})
+        run_requests(launched, model, range(2, 4))
+        names = list(engine.update_window.request_ids)
+        optimizer.step()
+        found.append(weights(model))
+    launched, model, optimizer = set_up(strategy(stage, offload, abort=True))
+    launched.load(folder, {"model": model, "optimizer": optimizer})
+    run_requests(launched, model, range(2, 4))
+    optimizer.step()
+    return [*found, weights(model)], names, RequestZeROFabric.engine_of(model).aborted_requests
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, True), (2, False), (3, False)])
+def test_a_request_is_aborted_and_its_window_saved(
+    two_ranks: RankGroup, tmp_path: Path, stage: int, offload: bool
+) -> None:
+    for (with_bad, without, resumed), names, counted in two_ranks.run(aborted, stage, offload, str(tmp_path / "saved")):
+        assert same([with_bad, resumed], [without, without])
+        assert (names, counted) == ([0, 2, 3], 1)
+        assert not same([with_bad], [two_ranks.run(initial)[0]])
 
 
 def alone_in_a_save(folder: str) -> str:

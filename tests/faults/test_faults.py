@@ -15,12 +15,14 @@ from requestzero.faults.damage import change, cut
 from requestzero.faults.drawing import KINDS, draw
 from requestzero.faults.expectation import broken
 from requestzero.faults.journal import Record
+from requestzero.faults.places import checkpoints
 from requestzero.faults.ranks import End, Limits
 from requestzero.faults.references import References
+from requestzero.faults.setup import Precision, Setup
 from requestzero.faults.table import summary, write_table
-from requestzero.faults.trial import Result, checkpoints, try_out
+from requestzero.faults.trial import Result, try_out
 
-RAISES = Combination(FrontEnd.ENGINE, Point.FORWARD, Fault.RAISE, stage=1, rank=1, update=2)
+RAISES = Combination(FrontEnd.ENGINE, Point.FORWARD, Fault.RAISE, Setup(stage=1), rank=1, update=2)
 TEXT = "injected on rank 1: forward"
 
 
@@ -31,6 +33,16 @@ def test_a_drawing_has_every_fault_at_every_point_of_every_front_end() -> None:
     assert draw(50, seed=7) == drawn[:50]
     assert draw(50, seed=8) != drawn[:50]
     assert len({(each.front_end, each.point, each.fault) for each in drawn[:50]}) == 50
+
+
+def test_a_drawing_has_every_training_at_every_point() -> None:
+    drawn = draw(500, seed=7)
+    for point in Point:
+        setups = [each.setup for each in drawn if each.point is point]
+        assert {(each.stage, each.offload) for each in setups} == {(n, o) for n in (1, 2, 3) for o in (False, True)}
+        assert {each.precision for each in setups} == set(Precision)
+        assert {each.saves_inside for each in setups} == {False, True}
+        assert {each.aborts for each in setups} == ({True} if point is Point.ABORT else {False, True})
 
 
 def ended() -> End:
@@ -80,9 +92,12 @@ def test_what_holds_is_not(combination: Combination, ends: list[End]) -> None:
 def test_the_newest_checkpoint_is_the_one_that_is_named(tmp_path: Path) -> None:
     for number in (1, 2, 10):
         (tmp_path / f"global_step{number}").mkdir()
-    assert [path.name for path in checkpoints(tmp_path)] == ["global_step10", "global_step2", "global_step1"]
-    (tmp_path / "latest").write_text("global_step2")
-    assert [path.name for path in checkpoints(tmp_path)] == ["global_step2", "global_step1"]
+    setup = Setup(stage=1)
+    assert [path.name for path in checkpoints(tmp_path, setup)] == ["global_step10", "global_step2", "global_step1"]
+    (tmp_path / "global_step2.1").mkdir()
+    (tmp_path / "latest").write_text("global_step2.1")
+    names = [path.name for path in checkpoints(tmp_path, setup)]
+    assert names == ["global_step2.1", "global_step2", "global_step1"]
 
 
 @pytest.mark.parametrize("damage", [cut, change])
@@ -99,12 +114,32 @@ def test_damage_is_done_to_what_is_read(tmp_path: Path, damage: Callable[[Path],
     assert not torch.equal(found["weights"], saved["weights"])
 
 
+@pytest.mark.parametrize("damage", [cut, change])
+def test_damage_is_done_to_the_sums_of_a_window(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+
+    save_file({"weights": torch.ones(100)}, tmp_path / "file.safetensors")
+    damage(tmp_path / "file.safetensors")
+    try:
+        found = load_file(tmp_path / "file.safetensors")
+    except SafetensorError:
+        return
+    assert int((found["weights"] != 1).sum()) == 1
+
+
 def test_results_are_told(tmp_path: Path) -> None:
-    results = [Result(RAISES, "hangs", broken=["rank 0 did not end"]), Result(replace(RAISES, stage=2), "trains on")]
-    assert summary(results) == "2 combinations: 1 hold, 0 are known not to hold, 1 are broken"
+    at_stage_2 = replace(RAISES, setup=Setup(stage=2, precision=Precision.BF16))
+    error = Result(RAISES, "RankDisagreementError: why", resumed="update 2")
+    results = [Result(RAISES, "hangs", broken=["rank 0 did not end"]), Result(at_stage_2, "trains on"), error]
+    assert summary(results) == "3 combinations: 2 hold, 0 are known not to hold, 1 are broken"
     write_table(tmp_path / "table.md", results, seed=3)
     text = (tmp_path / "table.md").read_text()
-    assert "| forward | raises | **does not hold**; trains on | not drawn | not drawn |" in text
+    assert "| forward | **does not hold** 1, goes on 1, resumed 1 | - |" in text
+    assert "| ZeRO | stage 1 | 2 | 1 |" in text
+    assert "| model | bf16 | 1 | 1 |" in text
+    assert "Errors of the ranks without the fault: RankDisagreementError 1." in text
     assert "- engine, ZeRO 1: forward, raises: rank 0 did not end." in text
 
 
@@ -134,6 +169,6 @@ def test_a_fault_that_nobody_notices_is_told(references: References, tmp_path: P
 def test_a_resumed_run_with_other_weights_is_told(references: References, tmp_path: Path) -> None:
     """The reference is another run: that of another stage, whose partitions differ."""
     other: Any = References(tmp_path / "other", Limits())
-    other.whole = lambda front_end, stage: references.whole(front_end, 2)
+    other.whole = lambda setup: references.whole(replace(setup, stage=2))
     result = try_out(RAISES, other, tmp_path / "trial", Limits())
     assert any("the resumed run ends with other weights" in each for each in result.broken)

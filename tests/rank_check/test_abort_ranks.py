@@ -14,12 +14,12 @@ from support.ranks import RankGroup
 from support.setup import Setup
 from support.stage_3 import GATHERED
 from support.updates import assert_sums, difference
-from support.windows import ALL, Micro, backward
+from support.windows import ALL, Micro, backward, values
 
 ABORT = {"requestzero": {"abort": True}}
 
 
-def one_rank_fails(setup: Setup, place: str, rank: int) -> tuple[list[str], str]:
+def one_rank_fails(setup: Setup, place: str, rank: int, micro_batches: int | None = 2) -> tuple[list[str], str]:
     """The second request fails on one rank; returns the log, and what has left the block there."""
     import deepspeed.comm as dist
 
@@ -28,7 +28,7 @@ def one_rank_fails(setup: Setup, place: str, rank: int) -> tuple[list[str], str]
     with logged_by("requestzero") as messages:
         for number in range(3):
             try:
-                with engine.request(f"r{number}", micro_batches=2):
+                with engine.request(f"r{number}", micro_batches=micro_batches):
                     run_micro_batches(engine, number, place if number == 1 and dist.get_rank() == rank else "")
             except KeyError as error:
                 raised = str(error)
@@ -66,6 +66,11 @@ def test_a_failure_on_one_rank_aborts_the_request_on_all(
     text = "'too late'" if place == "end" else "'no data'"
     assert [raised for _, raised in results] == [text if each == rank else "" for each in (0, 1)]
     assert results[0][0] == [f"Aborted request 'r1': left out of update 1 (rank {rank}: KeyError: {text})."]
+
+
+def test_a_failure_before_a_forward_that_nobody_has_announced(two_ranks: RankGroup) -> None:
+    messages = two_ranks.run(one_rank_fails, SETUPS[-1], "data 1", 0, micro_batches=None)[0][0]
+    assert messages == ["Aborted request 'r1': left out of update 1 (rank 0: KeyError: 'no data')."]
 
 
 def without_a_block(setup: Setup) -> str:
@@ -118,6 +123,36 @@ def test_a_failure_inside_a_backward_on_one_rank_says_what_to_do(two_fresh_ranks
     assert "rank 0: reduces the gradients of micro-batch 1 of request 'r'" in text
     assert "rank 1: aborts request 'r' after micro-batch 0: MemoryError: in the backward" in text
     assert text.endswith("restart from the last checkpoint.")
+
+
+def aborts_in_a_forward(engine: Any, returns: bool) -> None:
+    """Raise or return ``AbortRequest`` on one rank, before a layer has gathered anything."""
+    import deepspeed.comm as dist
+
+    from requestzero import AbortRequest
+
+    forward, aborts = engine.module.forward, dist.get_rank() == 1
+
+    def call(*args: Any) -> Any:
+        if aborts and not returns:
+            raise AbortRequest("in the forward")
+        return AbortRequest("in the forward") if aborts else forward(*args)
+
+    engine.module.forward = call
+    with engine.request("r"):
+        loss = engine(*values(1, dist.get_rank(), dist.get_world_size()), ALL)
+        if isinstance(loss, AbortRequest):
+            raise loss
+        engine.backward(loss)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_an_abort_inside_a_forward_on_one_rank_says_what_to_do(two_fresh_ranks: RankGroup, returns: bool) -> None:
+    setup = Setup(stage=3, config=ABORT)
+    outcomes = two_fresh_ranks.run(outcome, aborts_in_a_forward, returns, setup=setup)
+    assert {each.error for each in outcomes} == {"RankDisagreementError"}, outcomes
+    assert "rank 1: aborts request 'r' after micro-batch 0: in the forward" in outcomes[0].text
+    assert outcomes[0].text.endswith("restart from the last checkpoint.")
 
 
 def comparisons(setup: Setup) -> list[int]:

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from requestzero.config.engine_options import take_engine_options
 from requestzero.zero.common.rollback import RequestRollback
@@ -27,7 +28,7 @@ from support.ranks import RankGroup
 from support.setup import Setup
 from support.stage_3 import GATHERED
 from support.updates import assert_sums, difference
-from support.windows import ALL, OUTS, Micro, backward, reference
+from support.windows import ALL, OUTS, Micro, backward, reference, values
 
 ABORT = {"requestzero": {"abort": True}}
 MOMENTS = ("announced", "between", "ended", "block", "interrupted", "forward")
@@ -286,6 +287,95 @@ def test_what_cannot_be_aborted_says_why(two_ranks: RankGroup) -> None:
     nothing, applied = two_ranks.run(refusals, Setup(offload=True, config=ABORT))[0]
     assert nothing.startswith("abort_request('nothing has begun') is not possible: no request has begun since")
     assert "no request has begun since the last step" in applied
+
+
+def after_an_edit(setup: Setup, folder: str) -> list[str]:
+    """Abort after a user has set a gradient that one rank owns, and after a save; what the second request was."""
+    from deepspeed.utils import safe_set_full_grad
+
+    engine = build(setup)
+    start = masters(engine)
+    for name, seed in (("a", 1), ("b", 2)):
+        engine.begin_request(name)
+        weighted(engine, Micro(ALL, seed))
+    param = next(engine.module.parameters())
+    safe_set_full_grad(param, torch.ones(getattr(param, "ds_shape", param.shape), device=engine.device))
+    messages = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            engine.abort_request("late")
+        messages.append(str(error.value))
+        engine.save_checkpoint(folder, tag="t")
+    engine(*exact_inputs(engine))  # of a request that nobody has announced
+    engine.abort_request("the next one")
+    weighted(engine, Micro(ALL, 3))
+    engine.abort_request("and the one after it")
+    resumed = build(setup)
+    resumed.load_checkpoint(folder, tag="t")
+    for each in (engine, resumed):
+        assert each.update_window.request_ids == ["a", "b"]
+        each.step()
+    for ours, theirs in zip(masters(engine), masters(resumed), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(difference(start, masters(engine))[0], torch.ones_like(start[0]))
+    engine.destroy()
+    resumed.destroy()
+    return messages
+
+
+def exact_inputs(engine: Any) -> tuple[Any, ...]:
+    import deepspeed.comm as dist
+
+    x, w = values(4, dist.get_rank(), dist.get_world_size())
+    return x.to(engine.device), w.to(engine.device), ALL
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(stage=1, config=ABORT),
+        Setup(config=ABORT),
+        Setup(offload=True, config=ABORT),
+        Setup(offload=True, model="bf16", config=ABORT),
+        STAGE_3[0],
+    ],
+    ids=str,
+)
+def test_a_late_abort_is_refused_on_all_ranks_alike(two_ranks: RankGroup, setup: Setup, tmp_path: Path) -> None:
+    """After ``safe_set_full_grad``, which sets a gradient of the whole window, and after a save of the request."""
+    for edited, saved in two_ranks.run(after_an_edit, setup, str(tmp_path)):
+        assert "safe_set_full_grad() has set a gradient of the window since it began" in edited
+        assert "no request has begun since the last step, abort, zero_grad() or checkpoint" in saved
+
+
+def moved_states(setup: Setup) -> None:
+    """The copy of the sums moves with the states, in a request that is then aborted."""
+    engine: Any = build(setup)
+    start, kept, devices = masters(engine), [Micro(ALL, 1), Micro(ALL, 3)], []
+    weighted(engine, kept[0])
+    weighted(engine, Micro(ALL, 2, request_end=False))
+    move = RequestRollback.move
+
+    def noted(self: RequestRollback, device: str) -> None:
+        move(self, device)
+        devices.append(device)
+        assert all(copy.device.type == torch.device(device).type for copies in self._backups for copy in copies)
+
+    with patch.object(RequestRollback, "move", noted):
+        engine.offload_states(include=[OffloadStateTypeEnum.lp_grads], pin_memory=False)
+        assert engine.request_backup_bytes > 0
+        engine.reload_states()
+    engine.abort_request("after a pause")
+    weighted(engine, kept[1])
+    engine.step()
+    assert_sums(difference(start, masters(engine)), kept)
+    assert [torch.device(device).type for device in devices] == ["cpu", engine.device.type]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("setup", [Setup(config=ABORT), STAGE_3[0]], ids=str)
+def test_a_copy_is_moved_with_the_states(two_ranks: RankGroup, setup: Setup) -> None:
+    two_ranks.run(moved_states, setup)
 
 
 # --- counters, names ------------------------------------------------------------------------------------------------

@@ -102,6 +102,26 @@ def test_copies_and_bytes_of_every_request(two_ranks: RankGroup, stage: int, che
         }
 
 
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_partition_is_reloaded_ahead_where_requests_can_be_aborted(two_ranks: RankGroup, announced: bool) -> None:
+    setup = replace(RELEASED, config={"requestzero": {"abort": True}})
+    for early, restores in two_ranks.run(reloads, setup, announced):
+        assert early == restores == 4
+
+
+def reloads(setup: Setup, announced: bool) -> tuple[int, int]:
+    """How often partitions were reloaded ahead of a reduction in five requests, and at all."""
+    engine = build(setup)
+    for number in range(5):
+        if announced:
+            engine.begin_request(number)
+        backward(engine, Micro(ALL, number))
+    counts = engine.partition_traffic
+    engine.step()
+    engine.destroy()
+    return counts.early_restores, counts.restores
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_retained_partition_is_never_restored(two_ranks: RankGroup, stage: int) -> None:
     setup = replace(RELEASED, stage=stage, groups=2, retain=True, at=AT_REQUEST_ENDS[stage])

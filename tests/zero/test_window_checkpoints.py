@@ -54,6 +54,7 @@ OTHERS = [
     (ON_DEVICE, replace(ON_DEVICE, stage=1)),
     (replace(ON_DEVICE, stage=1), replace(ON_DEVICE, offload=True)),
     (replace(ON_DEVICE, offload=True), ON_DEVICE),
+    (replace(ON_DEVICE, offload=True), replace(ON_DEVICE, offload=True, zero={"round_robin_gradients": True})),
 ]
 
 
@@ -303,9 +304,12 @@ def test_what_cannot_be_saved_or_loaded(two_ranks: RankGroup, tmp_path: Path) ->
         two_ranks.run(loaded_with, str(tmp_path), error)
     other = OwnedPart("another", 0, 4, torch.zeros(4))
     original_sums = sums_file.read_bytes()
-    sums.write(sums_file.parent, 0, [other], torch.float32)
-    record.write_text(original)
+    content["ranks"][0]["checksum"] = sums.write(sums_file.parent, 0, [other], torch.float32)
+    record.write_text(json.dumps(content))
     two_ranks.run(loaded_with, str(tmp_path), "lacks 4 of the elements 0 to 4 of 'weight'")
+    sums_file.write_bytes(original_sums[:-1] + bytes([original_sums[-1] ^ 1]))
+    record.write_text(original)
+    two_ranks.run(loaded_with, str(tmp_path), "a part of .* cannot be read .its checksum differs")
     sums_file.write_bytes(original_sums)
     record.write_text(original[:-20])
     two_ranks.run(loaded_with, str(tmp_path), "cannot be read")

@@ -16,7 +16,7 @@ from requestzero.checkpoint.location import Location
 from requestzero.checkpoint.single_file import LIGHTNING_KEY
 from requestzero.zero.checkpoint.files import is_universal, read_states
 from requestzero.zero.window_checkpoint.record import SavedWindow
-from requestzero.zero.window_checkpoint.sums import reading
+from requestzero.zero.window_checkpoint.sums import check_file, reading
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def read_contents(source: Location, checksums: bool = False) -> Contents:
     problems = list(_problems(source, states, checksums))
     window = None
     try:
-        window = _window(source.folder)
+        window = _window(source.folder, checksums)
     except ValueError as error:
         problems.append(str(error))
     shapes = [*states.get("param_shapes", []), states.get("frozen_param_shapes") or {}]
@@ -143,11 +143,11 @@ def _front_end(source: Location, states: dict[str, Any]) -> str:
     return "Accelerate" if list(source.root.glob("random_states_*.pkl")) else "engine"
 
 
-def _window(folder: Path) -> dict[str, Any] | None:
+def _window(folder: Path, checksums: bool) -> dict[str, Any] | None:
     """Return the record of the open window.
 
     Raises:
-        ValueError: it cannot be read, or a rank's sums are missing.
+        ValueError: it cannot be read, or a rank's sums are missing or damaged.
     """
     saved = SavedWindow.read(folder)
     if saved is None:
@@ -155,6 +155,8 @@ def _window(folder: Path) -> dict[str, Any] | None:
     if saved.has_sums:
         with reading(folder, saved.data_parallel_ranks):
             pass
+        for number, rank in enumerate(saved.ranks if checksums else ()):
+            check_file(folder, number, rank.checksum)
     return asdict(saved)
 
 

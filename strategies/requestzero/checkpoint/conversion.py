@@ -28,10 +28,12 @@ def convert(source: Location, target: Path, workers: int = 1) -> None:
 
     Raises:
         FileExistsError: ``target`` exists.
-        ValueError: ``source`` is converted already, or its optimizer is not of Adam's kind.
+        ValueError: ``source`` is converted already or holds ``target``, or its optimizer is not of Adam's kind.
     """
     if target.exists():
         raise FileExistsError(f"{target} exists: name a new folder.")
+    if target.resolve().is_relative_to(source.root.resolve()):
+        raise ValueError(f"{target} lies in {source.root}, which is copied there: name a folder outside of it.")
     if is_universal(source.folder):
         raise ValueError(f"{source.folder} is in the universal format already: any number of ranks can load it.")
     _check_optimizer(source)

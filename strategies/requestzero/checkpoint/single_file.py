@@ -37,7 +37,8 @@ def write_weights(source: Location, file: Path) -> None:
         weights = _write_lightning(source, file)
     else:
         weights = get_fp32_state_dict_from_zero_checkpoint(str(source.root), source.tag)
-        torch.save(weights, file)
+        if file.suffix != ".safetensors":
+            torch.save(weights, file)
     if file.suffix == ".safetensors":
         save_file({name: value.clone().contiguous() for name, value in weights.items()}, file)
 

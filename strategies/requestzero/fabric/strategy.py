@@ -362,6 +362,7 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         items = {key: value for key, value in state.items() if not isinstance(value, FabricWindowOptimizer)}
         with appearing(Path(self.broadcast(path)), self.is_global_zero) as folder:
             super().save_checkpoint(folder, items, storage_options, filter)
+            self._agree("the end of fabric.save")
 
     @override
     def load_checkpoint(

@@ -4,7 +4,8 @@
 real processes, and compares what it finds with what must hold: no rank hangs, all ranks end with the same first error,
 nothing is half applied, and the run that is resumed from the last checkpoint equals the uninterrupted one, bit for bit.
 
-Read in this order: ``combination`` and ``drawing`` (what is injected), ``injection`` and ``damage`` (on a rank),
-``training`` (the front ends), ``journal`` (what a rank leaves behind), ``ranks`` (processes), ``expectation`` (what
-must hold), ``trial`` (one combination), ``run`` (all of them), ``table``.
+Read in this order: ``combination``, ``setup`` and ``drawing`` (what is injected into which training), ``injection``
+and ``damage`` (on a rank), ``training`` (the front ends), ``places`` and ``journal`` (what a rank leaves behind),
+``ranks`` (processes), ``references`` (runs without a fault), ``expectation`` (what must hold), ``trial`` (one
+combination), ``run`` (all of them), ``table``.
 """

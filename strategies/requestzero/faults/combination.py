@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from requestzero.faults.places import describe
+from requestzero.faults.setup import Setup
+
 RANKS = 2
 UPDATES = 4
-"""Updates of a whole run; a checkpoint is saved after each."""
+"""Updates of a whole run; a checkpoint is saved at least after each."""
 
 
 class FrontEnd(Enum):
@@ -31,10 +34,12 @@ class Point(Enum):
     """In a node of the graph, between the gradients of two layers."""
     BOUNDARY = "at a boundary"
     """Where the end of a request is marked."""
+    ABORT = "in an abort"
+    """Where the rank calls ``engine.abort_request``, or the front end does for it."""
     STEP = "in step"
     """In the user's optimizer, before it has changed this rank's partition."""
     SAVE = "in a save"
-    """While this rank writes its first file of a checkpoint."""
+    """While this rank writes its first file of a checkpoint; within a window, its file of the sums."""
     LOAD = "in a load"
     """While this rank reads its first file of a checkpoint."""
 
@@ -45,7 +50,7 @@ class Fault(Enum):
     RAISE = "raises"
     NONE = "returns None"
     """Without doing what belongs to the point: no inputs, no loss, no announcement, no gradient, no mark, no
-    ``engine.step``, ``save_checkpoint`` or ``load_checkpoint`` on this rank."""
+    ``engine.abort_request``, ``step``, ``save_checkpoint`` or ``load_checkpoint`` on this rank."""
     SLEEP = "sleeps"
     KILL = "kill -9"
     TERM = "SIGTERM"
@@ -69,12 +74,24 @@ class Combination:
     front_end: FrontEnd
     point: Point
     fault: Fault
-    stage: int
-    """Of ZeRO."""
+    setup: Setup
+    """The training."""
     rank: int
     """The one that meets the fault."""
     update: int
     """Updates that are done when it does: at least 2, so that there are checkpoints."""
+    request: int = 0
+    """Requests of the next update that are done too."""
+
+    @property
+    def place(self) -> int:
+        """Requests that have come when the fault may happen."""
+        return self.update * self.setup.requests_per_update + self.request
+
+    @property
+    def saves_window(self) -> bool:
+        """True if the first checkpoint from then on is one within a window."""
+        return self.setup.saves_inside and self.request > 0
 
     @property
     def damages(self) -> bool:
@@ -88,6 +105,6 @@ class Combination:
 
     def __str__(self) -> str:
         return (
-            f"{self.front_end.value}, ZeRO {self.stage}: {self.point.value}, {self.fault.value}, "
-            f"rank {self.rank}, after update {self.update}"
+            f"{self.front_end.value}, {self.setup}: {self.point.value}, {self.fault.value}, "
+            f"rank {self.rank}, after {describe(self.place, self.setup)}"
         )

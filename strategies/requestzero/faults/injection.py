@@ -37,17 +37,20 @@ class Injector:
         self._done = combination is None or combination.rank != rank
         self._disk_full = False
 
-    def at(self, point: Point, function: Callable[..., Any], leave_out: bool = True) -> Callable[..., Any]:
+    def at(
+        self, point: Point, function: Callable[..., Any], leave_out: bool = True, begins: bool = True
+    ) -> Callable[..., Any]:
         """Return ``function`` with the fault before it.
 
         Args:
             point: the place in the training.
             function: called there.
             leave_out: a fault that returns ``None`` does it here.
+            begins: the fault may happen here; else only a disk that is full already shows.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._due(point, leave_out):
+            if begins and self._due(point, leave_out):
                 self._done = True
                 self._journal.injected()
                 if self._happens():
@@ -58,9 +61,14 @@ class Injector:
 
         return call
 
-    def wrap(self, point: Point, owner: Any, name: str, leave_out: bool = True) -> None:
+    def wrap(self, point: Point, owner: Any, name: str, leave_out: bool = True, begins: bool = True) -> None:
         """Put :meth:`at` in the place of a method or function of ``owner``."""
-        setattr(owner, name, self.at(point, getattr(owner, name), leave_out))
+        setattr(owner, name, self.at(point, getattr(owner, name), leave_out, begins))
+
+    @property
+    def saves_window(self) -> bool:
+        """True if the fault is to meet the first checkpoint within a window."""
+        return self._combination is not None and self._combination.saves_window
 
     def left_out(self, point: Point, owner: Any, name: str) -> None:
         """Leave a call of ``owner`` out where the fault is to return ``None``; other faults happen deeper within it."""
@@ -71,7 +79,7 @@ class Injector:
         each = self._combination
         if self._done or each is None or each.point is not point:
             return False
-        is_time = point is Point.LOAD or self._journal.updates >= each.update
+        is_time = point is Point.LOAD or self._journal.place >= each.place
         return is_time and (leave_out or each.fault is not Fault.NONE)
 
     def _happens(self) -> bool:

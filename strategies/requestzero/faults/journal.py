@@ -20,13 +20,19 @@ class Journal:
         self._file = path.open("a", buffering=1)
         self.updates = 0
         """Updates that are done."""
+        self.place = 0
+        """Requests that have come."""
         self.engine: Any = None
         """The engine that trains, once it is built."""
 
-    def started(self, updates: int) -> None:
-        """Note that the training starts after so many updates."""
-        self.updates = updates
-        self._write("started", updates)
+    def started(self, place: int, updates: int) -> None:
+        """Note that the training starts after so many requests, and updates."""
+        self.place, self.updates = place, updates
+        self._write("started", place)
+
+    def request_ended(self) -> None:
+        """Note that one more request has come, applied or not."""
+        self.place += 1
 
     def updated(self, engine: Any) -> None:
         """Note the state after every update that the engine has applied since the last call."""
@@ -36,11 +42,11 @@ class Journal:
 
     def saved(self) -> None:
         """Note that a checkpoint is complete."""
-        self._write("saved", self.updates)
+        self._write("saved", self.place)
 
     def injected(self) -> None:
         """Note that the fault is about to happen."""
-        self._write("injected", self.updates)
+        self._write("injected", self.place)
 
     def failed(self, error: BaseException, refuses: bool) -> None:
         """Note the error that has ended the training, and if the engine refuses to go on."""
@@ -48,7 +54,7 @@ class Journal:
 
     def ended(self) -> None:
         """Note that the training has come to its end."""
-        self._write("ended", self.updates)
+        self._write("ended", self.place)
 
     def _write(self, event: str, value: Any) -> None:
         self._file.write(json.dumps([event, value]) + "\n")
@@ -94,6 +100,7 @@ def digest(engine: Any) -> str:
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", None) or optimizer.single_partition_of_fp32_groups
     states = [value for master in masters for value in optimizer.optimizer.state[master].values()]
     found = hashlib.sha256()
-    for tensor in [*engine.module.parameters(), *masters, *filter(torch.is_tensor, states)]:
+    weights = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]  # at stage 3 a part
+    for tensor in [*weights, *masters, *filter(torch.is_tensor, states)]:
         found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()

@@ -24,6 +24,12 @@ from requestzero.faults.training.job import Job, Rank
 
 # What a training imports: seconds, if every rank did it anew.
 _PRELOADED = [
+    "deepspeed.ops.op_builder.all_ops",
+    "setuptools.command.build_ext",
+    "datasets",
+    "omegaconf",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "requestzero.faults.training.with_engine",
     "requestzero.faults.training.with_lightning",
     "requestzero.faults.training.with_accelerate",

@@ -1,15 +1,23 @@
-"""Results as text, and as a table of the documentation."""
+"""Results as text, and as tables of the documentation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby, product
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
-from requestzero.faults.combination import Fault, FrontEnd, Point
+from requestzero.faults.combination import Combination, Fault, Point
 from requestzero.faults.trial import Result
 
-Kind = tuple[Point, Fault, FrontEnd]
+_TRAININGS: tuple[tuple[str, Callable[[Combination], str]], ...] = (
+    ("front end", lambda each: each.front_end.value),
+    ("ZeRO", lambda each: f"stage {each.setup.stage}"),
+    ("optimizer", lambda each: "on the CPU" if each.setup.offload else "on the device"),
+    ("model", lambda each: each.setup.precision.value),
+    ("checkpoints", lambda each: "after every request" if each.setup.saves_inside else "after every update"),
+    ("requests", lambda each: "one of each window is aborted" if each.setup.aborts else "none is aborted"),
+)
 
 
 def line(result: Result) -> str:
@@ -30,33 +38,45 @@ def summary(results: Sequence[Result]) -> str:
 
 def write_table(path: Path, results: Sequence[Result], seed: int) -> None:
     """Write what was injected, and what happened, as Markdown."""
-    text = [f"{summary(results)} (seed {seed}).", "", *_table(results), "", *_reasons(results)]
-    path.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
+    text = [f"{summary(results)} (seed {seed}).", "", *_by_fault(results), "", *_by_training(results)]
+    path.write_text("\n".join([*text, "", *_errors(results), "", *_reasons(results)]).rstrip() + "\n", encoding="utf-8")
 
 
-def _table(results: Sequence[Result]) -> Iterator[str]:
-    yield "| point | fault | " + " | ".join(front_end.value for front_end in FrontEnd) + " |"
-    yield "|---|---|" + "---|" * len(FrontEnd)
-    by_kind: dict[Kind, list[Result]] = {}
-    for result in results:
-        each = result.combination
-        by_kind.setdefault((each.point, each.fault, each.front_end), []).append(result)
-    for point, fault in product(Point, Fault):
-        cells = [_cell(by_kind.get((point, fault, front_end), [])) for front_end in FrontEnd]
-        yield f"| {point.value} | {fault.value} | " + " | ".join(cells) + " |"
+def _by_fault(results: Sequence[Result]) -> Iterator[str]:
+    """Yield a row for every point, a column for every fault, and in it how many trainings have ended in which way."""
+    yield "| point | " + " | ".join(fault.value for fault in Fault) + " |"
+    yield "|---|" + "---|" * len(Fault)
+    for point in Point:
+        cells = []
+        for fault in Fault:
+            ways = Counter(
+                _way(each) for each in results if (each.combination.point, each.combination.fault) == (point, fault)
+            )
+            cells.append(", ".join(f"{way} {count}" for way, count in sorted(ways.items())) or "-")
+        yield f"| {point.value} | " + " | ".join(cells) + " |"
 
 
-def _cell(results: Sequence[Result]) -> str:
-    """Return what has happened in all runs of one kind: error and resumption, without their details."""
-    return "; ".join(sorted(set(map(_short, results)))) or "not drawn"
-
-
-def _short(result: Result) -> str:
+def _way(result: Result) -> str:
     if result.broken:
         return "**does not hold**"
-    if not result.resumed:
-        return result.outcome
-    return f"{result.outcome.split(':')[0]}, resumes"
+    return "resumed" if result.resumed else "goes on"
+
+
+def _by_training(results: Sequence[Result]) -> Iterator[str]:
+    yield "| in trainings with | | combinations | hold |"
+    yield "|---|---|---|---|"
+    for name, value_of in _TRAININGS:
+        drawn = Counter(value_of(each.combination) for each in results)
+        holds = Counter(value_of(each.combination) for each in results if not each.broken)
+        for value, count in sorted(drawn.items()):
+            yield f"| {name} | {value} | {count} | {holds[value]} |"
+
+
+def _errors(results: Sequence[Result]) -> Iterator[str]:
+    """Yield how often ranks without a fault have ended with which error."""
+    errors = Counter(result.outcome.split(":")[0] for result in results if result.resumed)
+    if errors:
+        yield "Errors of the ranks without the fault: " + ", ".join(f"{name} {n}" for name, n in errors.items()) + "."
 
 
 def _reasons(results: Sequence[Result]) -> Iterator[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,11 +9,10 @@ from pathlib import Path
 from requestzero.faults.combination import Combination, Point
 from requestzero.faults.expectation import broken, outcome
 from requestzero.faults.known import reason
+from requestzero.faults.places import checkpoints, describe
 from requestzero.faults.ranks import End, Limits, run_ranks
 from requestzero.faults.references import References
 from requestzero.faults.training.job import Job
-
-_CHECKPOINT = re.compile(r"(?:global_step|step=|checkpoint_)(\d+)(?:\.ckpt)?")
 
 
 @dataclass
@@ -46,12 +43,11 @@ def try_out(combination: Combination, references: References, folder: Path, limi
         limits: of time.
     """
     start = time.monotonic()
-    reference = references.whole(combination.front_end, combination.stage)
-    job = Job(combination.front_end, combination.stage, folder / "checkpoints")
+    reference = references.whole(combination.setup)
+    job = Job(combination.front_end, combination.setup, folder / "checkpoints")
     if combination.point is Point.LOAD:
-        prepared = references.partial(combination.front_end, combination.stage, combination.update)
-        shutil.copytree(prepared, job.folder)
-        job = replace(job, checkpoint=checkpoints(job.folder)[0])
+        references.copy_checkpoints(combination, job.folder)
+        job = replace(job, checkpoint=checkpoints(job.folder, job.setup)[0])
     ends = run_ranks(job, combination, folder / "fault", limits)
     result = Result(combination, outcome(combination, ends), broken=list(broken(combination, ends, reference)))
     if not all(end.record.ended for end in ends):
@@ -60,33 +56,21 @@ def try_out(combination: Combination, references: References, folder: Path, limi
     return result
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, the newest first; those of an engine begin with what ``latest`` names."""
-    found = [(int(match[1]), path) for path in folder.glob("*") if (match := _CHECKPOINT.fullmatch(path.name))]
-    newest_first = [path for _, path in sorted(found, reverse=True)]
-    latest = folder / "latest"
-    if latest.exists():
-        named = folder / latest.read_text().strip()
-        newest_first = [named, *newest_first[newest_first.index(named) + 1 :]] if named in newest_first else [named]
-    return newest_first
-
-
 def _resume(job: Job, ends: list[End], reference: list[End], folder: Path, limits: Limits, result: Result) -> None:
     """Resume from the newest checkpoint; from the one before, where that one is refused and may be."""
-    combination = result.combination
-    saved = min(end.record.saved for end in ends) or (combination.update if combination.point is Point.LOAD else 0)
+    combination, setup = result.combination, job.setup
+    saved = min(end.record.saved for end in ends) or (combination.place if combination.point is Point.LOAD else 0)
     refused = []
-    for attempt, checkpoint in enumerate([*checkpoints(job.folder), None]):
+    for attempt, checkpoint in enumerate([*checkpoints(job.folder, setup), None]):
         resumed = run_ranks(replace(job, checkpoint=checkpoint), None, folder / f"resume-{attempt}", limits)
         if all(end.record.started is not None for end in resumed):
             break
         refused.append(resumed[0].record.error or f"exit code {resumed[0].code}")
     start = resumed[0].record.started or 0
     newer = f" (newer ones are refused: {', '.join(refused)})" if refused else ""
-    result.resumed = (f"update {start}" if start else "the start") + newer
-    lost = saved - start
-    if lost > (1 if combination.damages else 0):
-        result.broken.append(f"update {saved} was saved, and the run resumes from update {start}")
+    result.resumed = describe(start, setup) + newer
+    if saved - start > (setup.place_step if combination.damages else 0):
+        result.broken.append(f"{describe(saved, setup)} was saved, and the run resumes from {describe(start, setup)}")
     for number, (end, wanted) in enumerate(zip(resumed, reference, strict=True)):
         if not end.record.ended:
             result.broken.append(f"rank {number} of the resumed run: {end.record.error}: {end.record.text[:200]}")

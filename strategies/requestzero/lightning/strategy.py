@@ -295,6 +295,7 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
         path, engine = Path(self.broadcast(filepath)), self.deepspeed_engine
         with self._checkpointing.saving_module(checkpoint, engine), appearing(path, self.is_global_zero) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
+            self.window_driver.before_collective("the end of trainer.save_checkpoint")
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

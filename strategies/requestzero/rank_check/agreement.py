@@ -84,7 +84,7 @@ class RankAgreement(Agreement):
         """
         self._comparison.finish()
         if self._abort is not None:
-            raise AbortRequest("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self._abort) if text))
+            raise AbortRequest(_told(self._abort))
 
     @override
     def check(self) -> None:
@@ -114,16 +114,23 @@ class RankAgreement(Agreement):
             self._agree(self._progress.evaluates())
             self._waiting_for = lambda: self._progress.evaluates(Kind.GATHER)
             return
-        request = self._progress.request
+        request, announced = self._progress.request, True
         if request.ended(self._progress.window):
             self.begin_request(None, None, None)
-        elif request.forwards >= (request.micro_batches or 0):
-            self._compare(self._progress.forwards())
+        else:
+            announced = request.forwards < (request.micro_batches or 0)
         if self._votes:
             self._compare(self._ready())  # a rank without data would leave the others in a gather
+        if not announced:
+            self._compare(self._progress.forwards())
         self._finish()
         self._progress.request.forwards += 1
+        self._progress.in_forward = True
         self._waiting_for = lambda: self._progress.forwards(Kind.GATHER)
+
+    @override
+    def after_forward(self) -> None:
+        self._progress.in_forward = False
 
     @override
     def begin_backward(self, last: bool) -> None:
@@ -160,11 +167,12 @@ class RankAgreement(Agreement):
         try:
             self._vote_for_abort(reason)
             assert self._abort is not None
+            self._watch.last_abort = _told(self._abort)
             return self._abort
         finally:
             self._reason = self._abort = None
             self._order.restart()
-            self._reducing = False
+            self._reducing = self._progress.in_forward = False
             self._progress.request.closed = self._progress.request.aborted = True
 
     def _vote_for_abort(self, reason: str) -> None:
@@ -303,3 +311,8 @@ class RankAgreement(Agreement):
         self._watch.leave(RankReport.of(self._progress.intent(Kind.DESTROYED, text)))
         if self._watch.error is None:  # else a round may be under way, which the group's end would wait for
             self._channel.close()
+
+
+def _told(reasons: list[str | None]) -> str:
+    """Return the reasons of the ranks that have one, in one line."""
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)

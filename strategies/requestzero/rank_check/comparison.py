@@ -50,7 +50,7 @@ class Comparison:
         if self._round is not None:
             under_way = self._round
             self._watch.wait(under_way.work, lambda: self._report(under_way.intent))
-            self._round = None
+            self._round, self._watch.last_abort = None, ""
             if under_way.aborts():
                 self._on_abort()
             elif not under_way.agreed():

@@ -25,6 +25,8 @@ class Progress:
         self.request = Request()
         self.reductions = 0
         """Reductions that this rank has begun. On a GPU they are only queued when the next vote comes."""
+        self.in_forward = False
+        """This rank is in a forward that gathers weights, or has left it with an exception."""
 
     @property
     def window(self) -> Window:
@@ -81,8 +83,11 @@ class Progress:
         return f"the gradients of micro-batch {self.request.done + 1} of {self.request}"
 
     def votes(self, kind: Kind, text: str) -> Intent:
-        """Return the intent to go on with the request, or to abort it, wherever in it a rank is between reductions."""
-        return Intent(kind, self.request.number, micro_batch=self.reductions, window=0, text=text)
+        """Return the intent to go on with the request, or to abort it, wherever in it a rank is between reductions.
+
+        Ranks that have gathered other weights than the rest cannot go on with them.
+        """
+        return Intent(kind, self.request.number, self.reductions, window=int(self.in_forward), text=text)
 
     def steps(self, kind: Kind) -> Intent:
         """Return the intent to step."""

@@ -47,6 +47,8 @@ class Watch:
         self._mailbox, self._rank, self._longest_wait = mailbox, rank, longest_wait
         self.error: RankDisagreementError | None = None
         """The error that was raised, once the ranks have disagreed."""
+        self.last_abort = ""
+        """Ranks that have just aborted a request, with their reasons: what may have ended one of them since."""
 
     def wait(
         self, work: Work, describe: Callable[[], RankReport], limit: float = float("inf"), at_once: bool = False
@@ -180,7 +182,8 @@ class Watch:
 
     def _connection_lost(self, error: RuntimeError) -> NoReturn:
         """Raise for a broken connection, with the reason if another rank has reported one."""
-        head = f"The connection to a data-parallel rank was lost ({error}):"
+        before = f" right after a request was aborted by {self.last_abort}" if self.last_abort else ""
+        head = f"The connection to a data-parallel rank was lost{before} ({error}):"
         try:
             result = self._mailbox.wait_for_result(_POLL_INTERVAL.total_seconds())
             if result is None:

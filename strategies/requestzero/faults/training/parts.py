@@ -9,12 +9,13 @@ import torch
 from typing_extensions import override
 
 from requestzero.data.request_loader import RequestLoader
+from requestzero.errors import AbortRequest
 from requestzero.faults.combination import RANKS, UPDATES, Point
 from requestzero.faults.injection import Injector
+from requestzero.faults.setup import REQUESTS, Setup
+from requestzero.zero.window_checkpoint import sums
 
 WIDTH = 6
-REQUESTS = (2, 1)
-"""Micro-batches per rank of the requests of an update."""
 
 
 class Probe(torch.autograd.Function):
@@ -43,6 +44,7 @@ class Model(torch.nn.Module):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.first.weight.dtype)
         hidden = Probe.apply(torch.tanh(self.first(x)), self._reach)
         return (self.second(hidden) - x).square().mean()
 
@@ -54,22 +56,41 @@ def make_optimizer(model: torch.nn.Module, injector: Injector) -> torch.optim.Op
     return optimizer
 
 
-def requests() -> list[torch.Tensor]:
-    """Return the items of every request of the run, of shape ``(items, WIDTH)``: one for each rank and micro-batch."""
+def requests(setup: Setup, together: bool = False) -> list[torch.Tensor]:
+    """Return the items of every request of the run, of shape ``(items, WIDTH)``: one for each rank and micro-batch.
+
+    With aborts every window has one request more, at another place in each, whose last item is NaN on one rank, or,
+    ``together``, on all.
+    """
     generator = torch.Generator().manual_seed(5)
-    return [torch.randn(RANKS * micro_batches, WIDTH, generator=generator) for micro_batches in REQUESTS * UPDATES]
+    windows = [[torch.randn(RANKS * count, WIDTH, generator=generator) for count in REQUESTS] for _ in range(UPDATES)]
+    for number, window in enumerate(windows if setup.aborts else ()):
+        bad = torch.ones(RANKS * 2, WIDTH)
+        bad[RANKS:] = torch.nan if together else 1.0
+        bad[RANKS + number // 2 % RANKS] = torch.nan
+        window.insert((number + 2) % (len(window) + 1), bad)
+    return [request for window in windows for request in window]
 
 
-def make_loader(injector: Injector) -> RequestLoader:
+def refuse_bad(inputs: torch.Tensor) -> None:
+    """Abort the request whose inputs are NaN; the other rank learns of it in its backward."""
+    if inputs.isnan().any():
+        raise AbortRequest("an item is NaN")
+
+
+def make_loader(injector: Injector, setup: Setup, together: bool = False) -> RequestLoader:
     """Return a loader of this rank's micro-batches, which marks where windows end."""
-    collate = injector.at(Point.LOADER, torch.stack)
-    items: Any = requests()
-    return RequestLoader(items, collate, ids=range(len(REQUESTS) * UPDATES), requests_per_update=len(REQUESTS))
+    collate, items = injector.at(Point.LOADER, torch.stack), requests(setup, together)
+    of_any_type: Any = items
+    return RequestLoader(
+        of_any_type, collate, ids=range(len(items)), requests_per_update=setup.requests_per_update, shuffle=False
+    )
 
 
 def watch_files(injector: Injector) -> None:
     """Put a point before every file of a checkpoint that this process writes or reads."""
-    injector.wrap(Point.SAVE, torch, "save", leave_out=False)
+    injector.wrap(Point.SAVE, torch, "save", leave_out=False, begins=not injector.saves_window)
+    injector.wrap(Point.SAVE, sums, "save_file", leave_out=False, begins=injector.saves_window)
     injector.wrap(Point.LOAD, torch, "load", leave_out=False)
 
 
@@ -82,6 +103,7 @@ def watch_engine(injector: Injector, engine: Any, boundary: str) -> None:
         boundary: the method by which the front end marks the end of a request.
     """
     injector.wrap(Point.VOTE, engine, "begin_request")
+    injector.wrap(Point.ABORT, engine, "abort_request")
     injector.left_out(Point.STEP, engine, "step")
     injector.left_out(Point.SAVE, engine, "save_checkpoint")
     injector.left_out(Point.LOAD, engine, "load_checkpoint")

@@ -10,15 +10,16 @@ from typing_extensions import override
 
 from requestzero.accelerate.plugin import RequestZeROPlugin
 from requestzero.faults.combination import RANKS, Point
+from requestzero.faults.setup import CLIPPING
 from requestzero.faults.training.job import Job, Rank
-from requestzero.faults.training.parts import REQUESTS, Model, make_optimizer, requests, watch_engine, watch_files
+from requestzero.faults.training.parts import Model, make_optimizer, refuse_bad, requests, watch_engine, watch_files
 
 
 class Shares(torch.utils.data.Dataset[Any]):
     """Micro-batches by request and rank, in turn: Accelerate deals neighbouring items out to the ranks."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._requests = requests()
+    def __init__(self, job: Job, rank: Rank) -> None:
+        self._requests = requests(job.setup)
         self._share = rank.injector.at(Point.LOADER, self._share_of)
 
     def __len__(self) -> int:
@@ -49,10 +50,15 @@ class Progress:
 def train(job: Job, rank: Rank) -> None:
     """Train until ``job.until``, from the start or from a checkpoint."""
     watch_files(rank.injector)
-    plugin = RequestZeROPlugin(zero_stage=job.stage)
-    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=len(REQUESTS))
+    setup = job.setup
+    plugin = RequestZeROPlugin(hf_ds_config=setup.config(), gradient_clipping=CLIPPING)
+    accelerator = Accelerator(
+        deepspeed_plugin=plugin,
+        gradient_accumulation_steps=setup.requests_per_update,
+        mixed_precision="bf16" if setup.is_half else "no",
+    )
     model, progress = Model(rank.injector), Progress()
-    loader = torch.utils.data.DataLoader(Shares(rank))
+    loader = torch.utils.data.DataLoader(Shares(job, rank))
     model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, rank.injector), loader)
     accelerator.register_for_checkpointing(progress)
     engine = accelerator.deepspeed_engine_wrapped.engine
@@ -61,19 +67,21 @@ def train(job: Job, rank: Rank) -> None:
     if job.checkpoint is not None:
         accelerator.load_state(str(job.checkpoint))
         loader = accelerator.skip_first_batches(loader, progress.requests)
-    rank.journal.started(engine.applied_updates)
+    rank.journal.started(job.start, engine.applied_updates)
     forward = rank.injector.at(Point.FORWARD, model)
     for (request,) in loader:
         with plugin.requests(accelerator).request():
             for inputs in request.split(1):
+                refuse_bad(inputs)
                 accelerator.backward(forward(inputs))
         progress.requests += 1
-        if progress.requests % len(REQUESTS):
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-        rank.journal.updated(engine)
-        accelerator.save_state(str(job.folder / f"checkpoint_{engine.applied_updates}"))
-        rank.journal.saved()
+        rank.journal.request_ended()
+        if job.ends_window(progress.requests):
+            optimizer.step()
+            optimizer.zero_grad()
+            rank.journal.updated(engine)
+        if job.saves_at(progress.requests):
+            accelerator.save_state(str(job.folder / f"checkpoint_{job.name_at(progress.requests)}"))
+            rank.journal.saved()
         if engine.applied_updates == job.until:
             break

@@ -10,8 +10,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from requestzero.faults.combination import RANKS, Point
+from requestzero.faults.setup import CLIPPING
 from requestzero.faults.training.job import Job, Rank
-from requestzero.faults.training.parts import Model, make_loader, make_optimizer, watch_engine, watch_files
+from requestzero.faults.training.parts import (
+    Model,
+    make_loader,
+    make_optimizer,
+    refuse_bad,
+    watch_engine,
+    watch_files,
+)
 from requestzero.lightning.strategy import RequestZeRO
 
 
@@ -25,6 +33,7 @@ class Module(pl.LightningModule):
 
     @override
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        refuse_bad(batch)
         return self._loss(batch)
 
     @override
@@ -47,18 +56,25 @@ class Strategy(RequestZeRO):
 
 
 class Notes(pl.Callback):
-    """Notes the updates of this rank."""
+    """Notes the requests and updates of this rank, and saves within windows."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._journal = rank.journal
+    def __init__(self, job: Job, rank: Rank) -> None:
+        self._job, self._journal = job, rank.journal
 
     @override
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._journal.started(trainer.strategy.applied_updates)  # type: ignore[attr-defined]
+        self._journal.started(self._job.start, trainer.strategy.applied_updates)  # type: ignore[attr-defined]
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._journal.updated(trainer.strategy.engine)  # type: ignore[attr-defined]
+        if trainer.strategy.request_open:  # type: ignore[attr-defined]
+            return
+        job, journal = self._job, self._journal
+        journal.request_ended()
+        journal.updated(trainer.strategy.engine)  # type: ignore[attr-defined]
+        if job.saves_at(journal.place) and not job.ends_window(journal.place):
+            trainer.save_checkpoint(job.folder / f"step={job.name_at(journal.place)}.ckpt")
+            journal.saved()
 
 
 class NotingCheckpoint(ModelCheckpoint):
@@ -79,15 +95,18 @@ def train(job: Job, rank: Rank) -> None:
     watch_files(rank.injector)
     saves = NotingCheckpoint(rank, dirpath=job.folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = pl.Trainer(
-        strategy=Strategy(rank, stage=job.stage),
+        strategy=Strategy(rank, config=job.setup.config()),
+        gradient_clip_val=CLIPPING,
+        precision="bf16-true" if job.setup.is_half else "32-true",
         accelerator="cpu",
         devices=RANKS,
         max_steps=job.until,
         max_epochs=1,
-        callbacks=[Notes(rank), saves],
+        callbacks=[Notes(job, rank), saves],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=job.folder,
     )
-    trainer.fit(Module(rank), make_loader(rank.injector), ckpt_path=job.checkpoint)
+    together = job.setup.stage == 3  # where training_step is in the middle of a forward, which gathers weights
+    trainer.fit(Module(rank), make_loader(rank.injector, job.setup, together), ckpt_path=job.checkpoint)

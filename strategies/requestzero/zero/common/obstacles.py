@@ -10,3 +10,7 @@ UNSEEN = (
     "a backward that the engine does not see has come between two requests, and its gradients have been added to those "
     "of the request before: announce every request with begin_request(), or start backwards with engine.backward(loss)"
 )
+EDITED = (
+    "safe_set_full_grad() has set a gradient of the window since it began, which is one of all its requests: set "
+    "gradients before the step, when every request is there to stay"
+)

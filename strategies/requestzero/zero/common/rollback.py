@@ -19,8 +19,10 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from requestzero.data.micro_batch import RequestId
+from requestzero.zero.common import obstacles
 from requestzero.zero.common.window import UpdateWindow
 
 
@@ -43,6 +45,7 @@ class RequestState(Enum):
     NONE = "none has begun, or the last one was undone"
     OPEN = "it has begun"
     ENDED = "it has ended, and no other has begun"
+    KEPT = "likewise, and it is there to stay"
 
 
 @dataclass
@@ -67,6 +70,7 @@ class RequestRollback:
     def __init__(self, sums: Sequence[RestorableSum], copies: bool) -> None:
         self._sums, self._copies = sums, copies
         self._backups: list[list[torch.Tensor]] = [[] for _ in sums]
+        self._away: set[int] = set()  # groups whose backup was moved from the accelerator
         self._suspended = False
         self.copies = 0
         """Tensors that were copied so far; for measuring."""
@@ -96,19 +100,25 @@ class RequestRollback:
 
     def remember(self, window: UpdateWindow) -> None:
         """Let the requests of a window that was loaded be there to stay."""
-        self._last_end = window.save()
+        self.state, self._last_end = RequestState.KEPT, window.save()
 
     def end_request(self, window: UpdateWindow) -> None:
         """Remember the window at a request's end."""
         self.state, self._last_end = RequestState.ENDED, window.save()
 
     def keep(self) -> None:
-        """Let the request at hand be there to stay: its window is about to be read or applied."""
-        self.state = RequestState.NONE
+        """Let the request at hand be there to stay: its window is saved, or about to be read or applied."""
+        if self.state is RequestState.ENDED:
+            self.state = RequestState.KEPT
 
     def note_forward(self) -> None:
         """Note a forward: where the request at hand has ended, it belongs to the next one, which nobody announced."""
-        self._next_is_due = self.state is RequestState.ENDED
+        self._next_is_due = self.state in (RequestState.ENDED, RequestState.KEPT)
+
+    def note_edit(self) -> None:
+        """Note that a user has set a gradient, which is one of the whole window."""
+        if self.state in (RequestState.OPEN, RequestState.ENDED):
+            self.obstacle = obstacles.EDITED
 
     def save_sums(self) -> None:
         """Save the sums as they were before the request at hand, unless that is done; called before they change."""
@@ -131,6 +141,15 @@ class RequestRollback:
             copy.copy_(total, non_blocking=True)
             self.copies += 1
 
+    def move(self, device: str) -> None:
+        """Move copies that lie on the accelerator to the host, or those back to ``device``."""
+        on_accelerator = get_accelerator().on_accelerator
+        self._away |= {index for index, kept in enumerate(self._backups) if any(map(on_accelerator, kept))}
+        for index in self._away:
+            self._backups[index] = [copy.to(device) for copy in self._backups[index]]
+        if device != "cpu":
+            self._away.clear()
+
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Let the sums change in the block without being saved: by requests that are there to stay."""
@@ -146,6 +165,10 @@ class RequestRollback:
     def is_open(self) -> bool:
         """True if a request has begun and not ended."""
         return self.state is RequestState.OPEN
+
+    def is_at_hand(self, window: UpdateWindow) -> bool:
+        """Return whether there is a request that may be undone."""
+        return self.state in (RequestState.OPEN, RequestState.ENDED) or self.is_next(window)
 
     @property
     def is_first(self) -> bool:
@@ -164,7 +187,7 @@ class RequestRollback:
 
     def is_next(self, window: UpdateWindow) -> bool:
         """Return whether the request at hand is one without a backward whose beginning nobody has announced."""
-        if self.state is not RequestState.ENDED or self._last_end is None:
+        if self.state not in (RequestState.ENDED, RequestState.KEPT) or self._last_end is None:
             return False
         return self._next_is_due or window.weights.reported > self._last_end["weights"].reported
 

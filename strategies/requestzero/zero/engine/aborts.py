@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 from requestzero.data.micro_batch import RequestId
 from requestzero.errors import AbortRequest, RankDisagreementError
-from requestzero.zero.common.rollback import RequestState
 from requestzero.zero.engine.checkpoints import CheckpointingEngine
 
 logger = logging.getLogger("requestzero")
@@ -64,9 +63,10 @@ class AbortingEngine(CheckpointingEngine):
     def _abort_problem(self) -> str:
         """Return why no request can be aborted now; empty where one can."""
         optimizer = self.optimizer
-        if optimizer.rollback.state is RequestState.NONE:
+        if not optimizer.rollback.is_at_hand(self.update_window):
             return (
-                "no request has begun since the last step, abort or zero_grad(), or the window is about to be applied"
+                "no request has begun since the last step, abort, zero_grad() or checkpoint, or the window is about to "
+                "be applied"
             )
         return optimizer.abort_obstacle
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile, is_zipfile
 
+from requestzero.zero.window_checkpoint.record import SavedWindow
+from requestzero.zero.window_checkpoint.sums import check_file
+
 
 def check_files(load_dir: Path, tag: str | None, rank: int, ranks: int) -> None:
     """Compare the checksums in this rank's share of the files that ``torch.save`` has written for a checkpoint.
@@ -22,9 +25,8 @@ def check_files(load_dir: Path, tag: str | None, rank: int, ranks: int) -> None:
     Raises:
         ValueError: a file is damaged.
     """
-    latest = load_dir / "latest"
-    name = latest.read_text().strip() if tag is None and latest.is_file() else tag
-    files = [] if name is None else sorted((load_dir / str(name)).glob("*.pt"))
+    folder = _folder(load_dir, tag)
+    files = [] if folder is None else sorted(folder.glob("*.pt"))
     for file in files[rank::ranks]:
         part = _damaged_part(file) if is_zipfile(file) else None
         if part is not None:
@@ -32,6 +34,26 @@ def check_files(load_dir: Path, tag: str | None, rank: int, ranks: int) -> None:
                 f"{file} is damaged (the checksum of {part} differs): load an older checkpoint, as "
                 "load_checkpoint(folder, tag=...) does, or delete this one."
             )
+
+
+def check_window(load_dir: Path, tag: str | None, rank: int, ranks: int) -> None:
+    """Compare the checksums of this rank's share of the files with sums of the open window. Arguments as above.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    folder = _folder(load_dir, tag)
+    saved = None if folder is None else SavedWindow.read(folder)
+    if folder is not None and saved is not None:
+        for number in range(rank, saved.data_parallel_ranks, ranks):
+            check_file(folder, number, saved.ranks[number].checksum)
+
+
+def _folder(load_dir: Path, tag: str | None) -> Path | None:
+    """Return the folder of a tag."""
+    latest = load_dir / "latest"
+    name = latest.read_text().strip() if tag is None and latest.is_file() else tag
+    return None if name is None else load_dir / str(name)
 
 
 def _damaged_part(file: Path) -> str | None:

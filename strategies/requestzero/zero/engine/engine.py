@@ -17,6 +17,7 @@ from requestzero.config.normalization import check_normalization
 from requestzero.config.reduction_time import ReduceAt, ReductionTime, reduction_time
 from requestzero.config.rules import UNEQUAL_MEANS
 from requestzero.config.validation import check_weight
+from requestzero.errors import AbortRequest
 from requestzero.zero.common import life_cycle
 from requestzero.zero.common.frozen_parameters import refuse_gradients
 from requestzero.zero.common.window_options import WindowOptions
@@ -356,7 +357,7 @@ class RequestZeROEngine(AbortingEngine):
         """
         self._before_forward()
         outputs = super().forward(*inputs, **kwargs)
-        self._after_forward()
+        self._after_forward(outputs)
         return outputs
 
     @torch.compiler.disable
@@ -367,7 +368,9 @@ class RequestZeROEngine(AbortingEngine):
             self.optimizer.rollback.note_forward()
 
     @torch.compiler.disable
-    def _after_forward(self) -> None:
+    def _after_forward(self, outputs: Any) -> None:
+        if not (isinstance(outputs, AbortRequest) or outputs is AbortRequest):
+            self.agreement.after_forward()
         if torch.is_grad_enabled() and self.optimizer.schedule.in_every_backward:
             self._prefetch_partitions()
 
@@ -391,8 +394,6 @@ class RequestZeROEngine(AbortingEngine):
         last = self.is_gradient_accumulation_boundary()
         if last and self._is_gradient_accumulation_boundary is None:
             self.update_window.ends_with_request = True  # DeepSpeed has counted its gradient_accumulation_steps
-        if self.optimizer.reduces_after_backward():
-            self._prefetch_partitions()
         if self.optimizer._backward_active_depth == 0:
             self.optimizer.clear_backward_seen_flag()
             self.agreement.begin_backward(last=last)
@@ -400,6 +401,8 @@ class RequestZeROEngine(AbortingEngine):
                 self.agreement.finish_vote()  # before the ranks gather weights, or compare their free memory
             if not self.update_window.request_open:
                 self.optimizer.begin_request()
+        if self.optimizer.reduces_after_backward():
+            self._prefetch_partitions()  # after the request before has released them
         super()._backward_prologue()
 
     @override

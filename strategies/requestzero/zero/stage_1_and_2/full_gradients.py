@@ -1,4 +1,8 @@
-"""``safe_get_full_grad`` and ``safe_set_full_grad`` of parameters whose gradients are not reduced yet."""
+"""``safe_get_full_grad`` and ``safe_set_full_grad``: what has to happen before a user reads or writes the window's sum.
+
+# HACK: DeepSpeed 0.19.8 gives every parameter the methods that those functions call. They are wrapped, for each
+# parameter, since nothing else is called on all ranks there.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +14,41 @@ import torch
 from requestzero.zero.stage_1_and_2.layout import Parameter
 
 
-def complete_before_access(
-    params: Iterable[Parameter], reduce: Callable[[], None], drop: Callable[[Parameter], None]
-) -> None:
-    """Let users read and write the window's sum at any time.
-
-    # HACK: DeepSpeed 0.19.8 gives every parameter the methods that those functions call. They are wrapped, for each
-    # parameter, since nothing else is called on all ranks there.
+def before_reading(params: Iterable[Parameter], prepare: Callable[[], None]) -> None:
+    """Call ``prepare`` before a gradient is read, which is collective anyway.
 
     Args:
         params: with DeepSpeed's methods.
-        reduce: reduces what waits. Called before a gradient is read, which is collective anyway.
-        drop: drops what waits on a parameter. Called before its sum is set.
+        prepare: completes the sums.
     """
     for param in params:
-        param.get_full_hp_grad = _reading(param.get_full_hp_grad, reduce)  # type: ignore[attr-defined]
-        param.set_full_hp_grad = _writing(param.set_full_hp_grad, param, drop)  # type: ignore[attr-defined]
+        param.get_full_hp_grad = _reading(param.get_full_hp_grad, prepare)  # type: ignore[attr-defined]
 
 
-def _reading(get: Callable[[], torch.Tensor], reduce: Callable[[], None]) -> Callable[[], torch.Tensor]:
+def before_writing(params: Iterable[Parameter], prepare: Callable[[Parameter], None]) -> None:
+    """Call ``prepare`` before the sum of a parameter is set, also on a rank that owns nothing of it.
+
+    Args:
+        params: with DeepSpeed's methods.
+        prepare: is given the parameter.
+    """
+    for param in params:
+        param.set_full_hp_grad = _writing(param.set_full_hp_grad, param, prepare)  # type: ignore[attr-defined]
+
+
+def _reading(get: Callable[[], torch.Tensor], prepare: Callable[[], None]) -> Callable[[], torch.Tensor]:
     def get_full_hp_grad() -> torch.Tensor:
-        reduce()
+        prepare()
         return get()
 
     return get_full_hp_grad
 
 
-def _writing(set_: Callable[[Any], None], param: Parameter, drop: Callable[[Parameter], None]) -> Callable[[Any], None]:
+def _writing(
+    set_: Callable[[Any], None], param: Parameter, prepare: Callable[[Parameter], None]
+) -> Callable[[Any], None]:
     def set_full_hp_grad(value: Any) -> None:
-        drop(param)
+        prepare(param)
         set_(value)
 
     return set_full_hp_grad

@@ -22,7 +22,7 @@ from requestzero.zero.common.window import DroppedRequest, UpdateWindow
 from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow import policy
 from requestzero.zero.stage_1_and_2 import model_weights
-from requestzero.zero.stage_1_and_2.full_gradients import complete_before_access
+from requestzero.zero.stage_1_and_2.full_gradients import before_reading, before_writing
 from requestzero.zero.stage_1_and_2.optimizer_parts import OptimizerParts, build_parts, is_muon_group
 from requestzero.zero.window_checkpoint import loading
 from requestzero.zero.window_checkpoint.record import SavedWindow
@@ -451,8 +451,15 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
             self.written.link()
             model_weights.number_fragments(self.layout.groups, self.layout.params)
             self._get_offload_gradient_dict()
+            before_writing(self.layout.params, self._begin_edit)
             if not self.schedule.in_every_backward:
-                complete_before_access(self.layout.params, self.reduce_pending, self.local.clear)
+                before_reading(self.layout.params, self.reduce_pending)
+
+    def _begin_edit(self, param: Any) -> None:
+        """Drop what waits on a parameter whose sum a user sets; the request at hand cannot be undone any more."""
+        self.rollback.note_edit()
+        if not self.schedule.in_every_backward:
+            self.local.clear(param)
 
     @override
     def _get_offload_gradient_dict(self) -> None:
@@ -484,6 +491,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
 
     def _move_gradients(self, device: str) -> None:
         self.sums.move(device)
+        self.rollback.move(device)
         for param in self.layout.params:
             self.local.move(param, device)
 

@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import utils as runtime_utils
 from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from typing_extensions import override
 
@@ -358,6 +359,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _note_edit(self) -> None:
         self.sums.note_change()
+        self.rollback.note_edit()
         if self.origin is not None:
             self.origin.note_edit()
 
@@ -366,9 +368,12 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Also follow the sums."""
         super().offload_states(*args, **kwargs)
         self.sums.note_move()
+        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
+            self.rollback.move("cpu")
 
     @override
     def reload_states(self, non_blocking: bool = False) -> None:
         """Also follow the sums back."""
         super().reload_states(non_blocking)
         self.sums.note_move()
+        self.rollback.move(get_accelerator().current_device_name())

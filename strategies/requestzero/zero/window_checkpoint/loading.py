@@ -32,15 +32,16 @@ def load(optimizer: CheckpointedOptimizer, folder: Path, saved: SavedWindow) -> 
     """
     _check_scale(optimizer, saved)
     number, ranks, factor = dist.get_rank(group=optimizer.ranks.group), optimizer.ranks.size, 1.0
-    if saved.data_parallel_ranks == ranks:
-        rank = saved.ranks[number]
+    own = number if saved.data_parallel_ranks == ranks else None
+    if own is not None:
+        rank = saved.ranks[own]
     else:
         rank = share_of(saved, number, ranks)
         factor = factor_of_sums(saved, ranks, getattr(optimizer, "gradient_average", True))  # stage 3 always averages
     optimizer.window = _window(rank)
     if saved.has_sums:
         unused = {name for each in saved.ranks for name in each.unused}
-        with reading(folder, saved.data_parallel_ranks, factor) as sums:
+        with reading(folder, saved.data_parallel_ranks, factor, own) as sums:
             optimizer.sums.load(sums, rank, unused)
     if optimizer.origin is not None and rank.origin is not None:
         optimizer.origin.load(rank.origin, rank.requests)

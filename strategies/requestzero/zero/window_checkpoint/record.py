@@ -40,6 +40,8 @@ class SavedRank:
     """What is known of a gradient that is not finite (``overflow.on_overflow="raise"``)."""
     shared_out: bool = False
     """See ``UpdateWindow.shared_out``."""
+    checksum: int | None = None
+    """CRC-32 of the file with the rank's sums, where there is one."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,7 +32,8 @@ def save(optimizer: CheckpointedOptimizer, folder: Path, *, stage: int, offload:
     if window.has_sum:
         get_accelerator().synchronize()  # the sums may have been written on several streams
         dtype = optimizer.gradient_accumulation_dtype
-        sums.write(folder, dist.get_rank(group=group), optimizer.sums.owned_parts(), dtype)
+        checksum = sums.write(folder, dist.get_rank(group=group), optimizer.sums.owned_parts(), dtype)
+        rank = replace(rank, checksum=checksum)
     optimizer.ranks.agreement.before_collective("the record of the window")  # a rank may have failed to write
     records: list[SavedRank] = [rank] * optimizer.ranks.size
     torch.distributed.all_gather_object(records, rank, group=group)

@@ -7,7 +7,8 @@ is: ``starts`` (its first element) and ``numels`` (elements of the whole paramet
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,8 +42,8 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"requestzero_window_rank_{rank:05d}.safetensors"
 
 
-def write(folder: Path, rank: int, parts: Iterable[OwnedPart], dtype: torch.dtype) -> None:
-    """Write a rank's file.
+def write(folder: Path, rank: int, parts: Iterable[OwnedPart], dtype: torch.dtype) -> int:
+    """Write a rank's file; return its checksum, which safetensors has none of.
 
     Args:
         folder: of the checkpoint.
@@ -54,7 +55,32 @@ def write(folder: Path, rank: int, parts: Iterable[OwnedPart], dtype: torch.dtyp
     for part in parts:
         starts[part.name], numels[part.name] = part.start, part.whole
         tensors[part.name] = _exactly(part.values.detach(), dtype).cpu().contiguous().clone()
-    save_file(tensors, file_of(folder, rank), {"starts": json.dumps(starts), "numels": json.dumps(numels)})
+    file = file_of(folder, rank)
+    save_file(tensors, file, {"starts": json.dumps(starts), "numels": json.dumps(numels)})
+    return checksum_of(file)
+
+
+def check_file(folder: Path, rank: int, checksum: int | None) -> None:
+    """Compare a rank's file with the checksum in the record; ``None``: there is none.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    file = file_of(folder, rank)
+    try:
+        if checksum is not None and checksum_of(file) != checksum:
+            raise _unreadable(file, "its checksum differs")
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def checksum_of(file: Path) -> int:
+    """Return the CRC-32 of a file."""
+    checksum = 0
+    with file.open("rb") as content:
+        while chunk := content.read(1 << 20):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _exactly(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -63,19 +89,20 @@ def _exactly(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class SavedSums:
-    """The sums in the open files of all ranks, multiplied by ``factor``; see :func:`reading`."""
+    """The sums in the open files of all ranks; see :func:`reading`."""
 
-    def __init__(self, files: Iterable[Any], factor: float = 1.0) -> None:
-        self._factor = factor
-        self.numels: dict[str, int] = {}
-        """Elements of every parameter that has a sum, by name."""
+    def __init__(self, files: Sequence[Any], factor: float, own: int | None) -> None:
+        self._own, self._factor = None if own is None else files[own], factor
         self._stretches: dict[str, list[_Stretch]] = {}
         for file in files:
-            metadata = file.metadata()
-            self.numels.update(json.loads(metadata["numels"]))
-            for name, start in json.loads(metadata["starts"]).items():
+            for name, start in json.loads(file.metadata()["starts"]).items():
                 end = start + file.get_slice(name).get_shape()[0]
                 self._stretches.setdefault(name, []).append(_Stretch(file, start, end))
+
+    def is_own_part(self, name: str, start: int, numel: int) -> bool:
+        """Return whether this rank has saved exactly this part of a parameter's sum."""
+        own = [(each.start, each.end) for each in self._stretches.get(name, []) if each.file is self._own]
+        return own == [(start, start + numel)]
 
     def read_into(self, target: torch.Tensor, name: str, start: int = 0) -> None:
         """Fill a flat tensor of any dtype and device with a part of a parameter's sum.
@@ -103,27 +130,32 @@ class SavedSums:
 
 
 @contextmanager
-def reading(folder: Path, ranks: int, factor: float = 1.0) -> Iterator[SavedSums]:
+def reading(folder: Path, ranks: int, factor: float = 1.0, own: int | None = None) -> Iterator[SavedSums]:
     """Open the files of all ranks of a checkpoint; their sums are read when they are asked for.
 
     Args:
         folder: of the checkpoint.
         ranks: number of data-parallel ranks that have saved.
         factor: by which the sums are multiplied.
+        own: number of the data-parallel rank that reads, where as many ranks have saved.
 
     Raises:
         ValueError: a file is missing or damaged.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(_open(file_of(folder, rank))) for rank in range(ranks)]
-        yield SavedSums(files, factor)
+        yield SavedSums(files, factor, own)
 
 
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{file}, a part of the checkpoint's open window, cannot be read ({error}): load another checkpoint, or "
-            "this one without its window: load_checkpoint(..., discard_window=True)."
-        ) from error
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, cause: object) -> ValueError:
+    return ValueError(
+        f"{file}, a part of the checkpoint's open window, cannot be read ({cause}): load another checkpoint, or this "
+        "one without its window: load_checkpoint(..., discard_window=True)."
+    )

@@ -187,17 +187,25 @@ class GradientSums:
         Raises:
             ValueError: the checkpoint has not the sums of these parameters.
         """
-        device, numbers = get_accelerator().current_device_name(), range(len(self._names))
-        norms = {name: torch.tensor(norm, dtype=get_norm_dtype(), device=device) for name, norm in rank.norms.items()}
         saved = SavedSum(
             read_into=lambda target, number, start: sums.read_into(target, self._names[number], start),
-            used=frozenset(number for number in numbers if self._names[number] not in unused),
-            norms={number: norms[self._names[number]] for number in numbers if self._names[number] in norms},
+            used=frozenset(number for number, name in enumerate(self._names) if name not in unused),
+            norms=self._saved_norms(sums, rank),
             edited=rank.edited,
         )
         for each in self.accumulators:
             each.load(saved)
         self.end_request()
+
+    def _saved_norms(self, sums: SavedSums, rank: SavedRank) -> dict[int, torch.Tensor]:
+        """Return the saved norms by parameter id, where this rank owns the part of which they are."""
+        device, norms = get_accelerator().current_device_name(), {}
+        for each in self.accumulators:
+            for number, place in each.group.owned.items():
+                norm = rank.norms.get(self._names[number])
+                if norm is not None and sums.is_own_part(self._names[number], place.start, place.numel):
+                    norms[number] = torch.tensor(norm, dtype=get_norm_dtype(), device=device)
+        return norms
 
     # --- users ------------------------------------------------------------------------------------------------------
 
