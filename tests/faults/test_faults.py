@@ -146,7 +146,7 @@ def test_results_are_told(tmp_path: Path) -> None:
 def test_what_is_known_is_drawn_and_has_a_reason() -> None:
     for each in known.KNOWN:
         assert each.reason.endswith(".")
-        assert all((each.points, each.faults, each.front_ends))
+        assert all((each.points, each.faults, each.front_ends, each.stages))
 
 
 @pytest.fixture(scope="module")

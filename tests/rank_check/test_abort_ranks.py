@@ -125,6 +125,20 @@ def test_a_failure_inside_a_backward_on_one_rank_says_what_to_do(two_fresh_ranks
     assert text.endswith("restart from the last checkpoint.")
 
 
+def begins_badly(engine: Any) -> None:
+    """One rank cannot even begin."""
+    import deepspeed.comm as dist
+
+    with engine.request("r", micro_batches=0 if dist.get_rank() == 1 else 1):
+        backward(engine, Micro(ALL, 1))
+
+
+def test_a_block_that_one_rank_cannot_begin_ends_all(two_fresh_ranks: RankGroup) -> None:
+    for each in two_fresh_ranks.run(outcome, begins_badly):
+        assert each.error == "RankDisagreementError"
+        assert "rank 1: failed after no request: ValueError: begin_request(micro_batches=0) is not allowed" in each.text
+
+
 def aborts_in_a_forward(engine: Any, returns: bool) -> None:
     """Raise or return ``AbortRequest`` on one rank, before a layer has gathered anything."""
     import deepspeed.comm as dist
@@ -138,6 +152,8 @@ def aborts_in_a_forward(engine: Any, returns: bool) -> None:
             raise AbortRequest("in the forward")
         return AbortRequest("in the forward") if aborts else forward(*args)
 
+    with engine.request("before"):
+        backward(engine, Micro(ALL, 2, request_end=False))  # gathers what stays on all ranks from then on
     engine.module.forward = call
     with engine.request("r"):
         loss = engine(*values(1, dist.get_rank(), dist.get_world_size()), ALL)

@@ -327,6 +327,35 @@ def stage_3_applies_the_infinity_of_a_skipped_window() -> Result:
     return [2, 0], update(engine, [(2, None)])
 
 
+def a_load_rounds_the_optimizer_state() -> Result:
+    """16-bit master weights: the fp32 momentum of DeepSpeed's CPU Adam is bf16 after a load: no run resumes exactly."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    def build_adam() -> Any:
+        module = Weights()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        }
+        return deepspeed.initialize(model=module, optimizer=DeepSpeedCPUAdam(module.parameters()), config=config)[0]
+
+    def momentum(engine: Any) -> str:
+        (state,) = engine.optimizer.optimizer.state.values()
+        return str(state["exp_avg"].dtype)
+
+    engine = build_adam()
+    update(engine, [(1, 1)])
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        torch.distributed.broadcast_object_list(folders, 0)
+        engine.save_checkpoint(folders[0])
+        loaded = build_adam()
+        loaded.load_checkpoint(folders[0])
+        torch.distributed.barrier()
+    return momentum(engine), momentum(loaded)
+
+
 FAULTS: list[Callable[[], Result]] = [
     earlier_requests_are_lost,
     first_request_is_lost,
@@ -349,6 +378,7 @@ FAULTS: list[Callable[[], Result]] = [
     stage_3_sets_no_gradient_on_the_last_rank,
     stage_3_loses_gradients_that_were_offloaded,
     stage_3_applies_the_infinity_of_a_skipped_window,
+    a_load_rounds_the_optimizer_state,
 ]
 
 

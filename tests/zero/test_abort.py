@@ -28,7 +28,7 @@ from support.ranks import RankGroup
 from support.setup import Setup
 from support.stage_3 import GATHERED
 from support.updates import assert_sums, difference
-from support.windows import ALL, OUTS, Micro, backward, reference, values
+from support.windows import ALL, OUTS, Micro, backward, inputs_of, reference
 
 ABORT = {"requestzero": {"abort": True}}
 MOMENTS = ("announced", "between", "ended", "block", "interrupted", "forward")
@@ -306,7 +306,7 @@ def after_an_edit(setup: Setup, folder: str) -> list[str]:
             engine.abort_request("late")
         messages.append(str(error.value))
         engine.save_checkpoint(folder, tag="t")
-    engine(*exact_inputs(engine))  # of a request that nobody has announced
+    engine(*inputs_of(engine, 4), ALL)  # of a request that nobody has announced
     engine.abort_request("the next one")
     weighted(engine, Micro(ALL, 3))
     engine.abort_request("and the one after it")
@@ -321,13 +321,6 @@ def after_an_edit(setup: Setup, folder: str) -> list[str]:
     engine.destroy()
     resumed.destroy()
     return messages
-
-
-def exact_inputs(engine: Any) -> tuple[Any, ...]:
-    import deepspeed.comm as dist
-
-    x, w = values(4, dist.get_rank(), dist.get_world_size())
-    return x.to(engine.device), w.to(engine.device), ALL
 
 
 @pytest.mark.parametrize(

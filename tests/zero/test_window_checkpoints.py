@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ from requestzero.zero.window_checkpoint.record import FILE
 from requestzero.zero.window_checkpoint.sums import OwnedPart
 from support.engines import build, masters
 from support.fp16 import fp16_where_needed
-from support.models import OneWeight, feed
+from support.models import Few, OneWeight, feed
 from support.muon import batch, build_muon, momentum
 from support.ranks import RankGroup
 from support.setup import Setup
@@ -54,7 +55,6 @@ OTHERS = [
     (ON_DEVICE, replace(ON_DEVICE, stage=1)),
     (replace(ON_DEVICE, stage=1), replace(ON_DEVICE, offload=True)),
     (replace(ON_DEVICE, offload=True), ON_DEVICE),
-    (replace(ON_DEVICE, offload=True), replace(ON_DEVICE, offload=True, zero={"round_robin_gradients": True})),
 ]
 
 
@@ -135,11 +135,62 @@ def test_the_same_configuration(two_ranks: RankGroup, setup: Setup, tmp_path: Pa
         assert without_sums > 0
 
 
+MASTERS_16 = {"enabled": True, "bf16_master_weights_and_grads": True}
+
+
+def resumed_with_16_bit_masters(setup: Setup, folder: str) -> tuple[int, int]:
+    """With 16-bit states: DeepSpeed rounds those of its CPU Adam to the dtype of the masters when it loads them."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    make = DeepSpeedCPUAdam.__init__
+    with patch.object(DeepSpeedCPUAdam, "__init__", partialmethod(make, fp32_optimizer_states=False)):
+        return resumed(setup, setup, ROUNDED, folder)
+
+
+@pytest.mark.parametrize("accum", ["bf16", "fp32"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_16_bit_masters(two_ranks: RankGroup, stage: int, accum: str, tmp_path: Path) -> None:
+    setup = Setup(stage, True, "bf16", accum, optimizer="cpu_adam", config=CLIPPED | {"bf16": MASTERS_16})
+    for differing, without_sums in two_ranks.run(resumed_with_16_bit_masters, setup, str(tmp_path)):
+        assert differing == 0
+        assert without_sums > 0
+
+
 @pytest.mark.parametrize(("saved", "loaded"), OTHERS, ids=str)
 def test_another_configuration(two_ranks: RankGroup, saved: Setup, loaded: Setup, tmp_path: Path) -> None:
     for differing, without_sums in two_ranks.run(resumed, saved, loaded, 1.0, str(tmp_path)):
         assert differing == 0
         assert without_sums > 0
+
+
+class Graded(Few):
+    """The first weight's gradient is the input, the second one's twice the input, and so on."""
+
+    def forward(self, x: float) -> torch.Tensor:
+        return torch.stack([weight.sum() * (number * x) for number, weight in enumerate(self.weights, 1)]).sum()
+
+
+def norm_after_another_cut(saved: Setup, loaded: Setup, folder: str) -> float:
+    """The norm of a window of which this rank owned other parts when it was saved."""
+    sizes = [2, 4, 4, 6]  # in order the third is on both ranks, in turn the second
+    engine = build(saved, model=Graded(sizes))
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(1.0))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = build(loaded, model=Graded(sizes))
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    engine.step()
+    norm = float(engine.get_global_grad_norm())
+    engine.destroy()
+    return norm
+
+
+def test_norms_are_those_of_the_parts_that_a_rank_owns(two_ranks: RankGroup, tmp_path: Path) -> None:
+    in_order = Setup(2, True)
+    in_turn = replace(in_order, zero={"round_robin_gradients": True})
+    for norm in two_ranks.run(norm_after_another_cut, in_order, in_turn, str(tmp_path)):
+        assert norm == pytest.approx(math.sqrt(2 * 1 + 4 * 4 + 4 * 9 + 6 * 16))
 
 
 # --- what else belongs to a window ----------------------------------------------------------------------------------

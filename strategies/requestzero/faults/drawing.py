@@ -53,4 +53,5 @@ def _request(point: Point, setup: Setup, chance: random.Random) -> int:
     """Return after which request of a window the fault comes: the first where it might not come at all after others."""
     request = chance.randrange(setup.requests_per_update)
     at_once = point in (Point.LOADER, Point.ABORT)  # loaders are ahead; one request of a window is aborted
-    return 0 if at_once or (point is Point.LOAD and not setup.saves_inside) else request
+    at_update = point in (Point.SAVE, Point.LOAD) and not setup.saves_inside
+    return 0 if at_once or at_update else request

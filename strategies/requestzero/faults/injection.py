@@ -71,8 +71,12 @@ class Injector:
         return self._combination is not None and self._combination.saves_window
 
     def left_out(self, point: Point, owner: Any, name: str) -> None:
-        """Leave a call of ``owner`` out where the fault is to return ``None``; other faults happen deeper within it."""
-        if self._combination is not None and self._combination.fault is Fault.NONE:
+        """Leave a call of ``owner`` out where the fault is to return ``None``; other faults happen deeper within it.
+
+        What is read is damaged before it too: at the first file its checksums are compared already.
+        """
+        each = self._combination
+        if each is not None and (each.fault is Fault.NONE or (each.damages and each.point is Point.LOAD)):
             self.wrap(point, owner, name)
 
     def _due(self, point: Point, leave_out: bool) -> bool:

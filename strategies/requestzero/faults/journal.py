@@ -22,12 +22,13 @@ class Journal:
         """Updates that are done."""
         self.place = 0
         """Requests that have come."""
+        self.has_started = False
         self.engine: Any = None
         """The engine that trains, once it is built."""
 
     def started(self, place: int, updates: int) -> None:
         """Note that the training starts after so many requests, and updates."""
-        self.place, self.updates = place, updates
+        self.place, self.updates, self.has_started = place, updates, True
         self._write("started", place)
 
     def request_ended(self) -> None:

@@ -15,16 +15,28 @@ class Known:
     points: Collection[Point]
     faults: Collection[Fault]
     front_ends: Collection[FrontEnd]
+    stages: Collection[int]
     reason: str
 
 
-KNOWN: tuple[Known, ...] = ()
+KNOWN: tuple[Known, ...] = (
+    Known(
+        points=(Point.BACKWARD,),
+        faults=(Fault.NONE,),
+        front_ends=tuple(FrontEnd),
+        stages=(1,),
+        reason=(
+            "Gradients are first added up on their rank, where one that is missing from one micro-batch is a zero, as "
+            "of a branch that was not taken."
+        ),
+    ),
+)
 
 
 def reason(combination: Combination) -> str | None:
     """Return why a combination is known not to hold; ``None`` where it has to."""
     for known in KNOWN:
         of_kind = combination.point in known.points and combination.fault in known.faults
-        if of_kind and combination.front_end in known.front_ends:
+        if of_kind and combination.front_end in known.front_ends and combination.setup.stage in known.stages:
             return known.reason
     return None

@@ -35,8 +35,9 @@ def train(job: Job, rank: Rank) -> None:
             loader.load_state_dict(loaded[1]["loader"])
     rank.journal.engine = engine
     rank.journal.started(job.start, engine.applied_updates)
-    with engine.data_pass():
-        _loop(job, rank, engine, loader)
+    if engine.applied_updates < job.until:
+        with engine.data_pass():
+            _loop(job, rank, engine, loader)
 
 
 def _loop(job: Job, rank: Rank, engine: Any, loader: Any) -> None:

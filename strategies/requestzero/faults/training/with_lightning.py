@@ -110,3 +110,5 @@ def train(job: Job, rank: Rank) -> None:
     )
     together = job.setup.stage == 3  # where training_step is in the middle of a forward, which gathers weights
     trainer.fit(Module(rank), make_loader(rank.injector, job.setup, together), ckpt_path=job.checkpoint)
+    if not rank.journal.has_started:  # the checkpoint was that of a whole run
+        rank.journal.started(job.start, job.until)

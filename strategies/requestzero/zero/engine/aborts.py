@@ -103,7 +103,8 @@ class AbortingEngine(CheckpointingEngine):
             RuntimeError: ``AbortRequest`` was raised and the request cannot be aborted.
             RankDisagreementError: another rank does something else.
         """
-        self.begin_request(request_id, micro_batches=micro_batches, window_end=window_end, once=once)
+        with self.failing_together():
+            self.begin_request(request_id, micro_batches=micro_batches, window_end=window_end, once=once)
         self.set_gradient_accumulation_boundary(False)
         try:
             with self.aborting():
