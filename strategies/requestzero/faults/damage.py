@@ -33,12 +33,12 @@ def change(path: Path) -> None:
     path.write_bytes(content)
 
 
-def _middle_of_sums(content: bytes) -> int:
+def _middle_of_sums(content: bytearray) -> int:
     (header,) = struct.unpack_from("<Q", content)
     return (8 + int(header) + len(content)) // 2
 
 
-def _middle_of_largest(path: Path, content: bytes) -> int:
+def _middle_of_largest(path: Path, content: bytearray) -> int:
     """Return the offset of the middle of the largest tensor that ``torch.save`` has written."""
     with zipfile.ZipFile(path) as archive:
         tensor = max(

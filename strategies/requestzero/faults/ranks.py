@@ -157,12 +157,10 @@ def _longest_wait(combination: Combination | None, limits: Limits) -> timedelta:
 
 def _refuses(engine: Any) -> bool:
     """Return true if an engine refuses another request."""
-    from requestzero.errors import RankDisagreementError
-
     try:
         if engine is not None:
             engine.agreement.check()
-    except RankDisagreementError:
+    except RuntimeError:
         return True
     return False
 

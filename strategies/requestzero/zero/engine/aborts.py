@@ -110,7 +110,8 @@ class AbortingEngine(CheckpointingEngine):
             with self.aborting():
                 yield
                 self.agreement.end_block()
-            self.end_request()
+            with self.failing_together():
+                self.end_request()
         finally:
             self.set_gradient_accumulation_boundary(True)  # where a step is possible
 

@@ -11,7 +11,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import utils as runtime_utils
 from deepspeed.runtime.zero import stage3
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from typing_extensions import override
 
@@ -368,8 +367,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Also follow the sums."""
         super().offload_states(*args, **kwargs)
         self.sums.note_move()
-        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
-            self.rollback.move("cpu")
+        self.rollback.move("cpu")
 
     @override
     def reload_states(self, non_blocking: bool = False) -> None:
