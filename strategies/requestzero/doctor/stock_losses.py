@@ -123,6 +123,11 @@ class StockRun:
         return [*(self._of_offload() if self.offload else self._of_device()), *raised]
 
     @property
+    def is_known(self) -> bool:
+        """False before 0.19.8 for stage 1 with sums in another dtype than the model's: what follows does not hold."""
+        return self.has_one_sum or self.stage != 1 or self.accumulation == self.model or self._is_bf16_optimizer
+
+    @property
     def _is_bf16_optimizer(self) -> bool:
         """True for stage 1 in bf16 with fp32 accumulation on the device: an optimizer class with one fp32 sum."""
         return self.stage == 1 and not self.offload and (self.model, self.accumulation) == ("bf16", "fp32")
@@ -185,8 +190,8 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
     """Return the options that decide. Loads DeepSpeed, whose own classes parse ``config``.
 
     Raises:
-        ValueError: a value that decides the path is ``"auto"``, is none of DeepSpeed's, or belongs to ZenFlow; or a
-            section is no mapping.
+        ValueError: a value that decides the path is ``"auto"``, is none of DeepSpeed's, or belongs to ZenFlow; a
+            section is no mapping; or nothing is known of the path in the installed release.
     """
     from deepspeed.runtime.config import DtypeEnum
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -208,7 +213,7 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
     if accumulation is not None and accumulation not in list(DtypeEnum._value2member_map_):
         raise ValueError(f"data_types.grad_accum_dtype={accumulation!r} is not allowed: use 'fp32', 'bf16' or 'fp16'.")
     optimizer = str(section_of(config, "optimizer").get("type", ""))
-    return StockRun(
+    run = StockRun(
         stage=int(zero.stage),
         offload=zero.offload_optimizer is not None and zero.offload_optimizer.device != "none",
         model=precision,
@@ -219,6 +224,12 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
         dynamic_scale=precision == "fp16" and not section_of(config, "fp16").get("loss_scale"),
         has_one_sum=hasattr(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer"),
     )
+    if not run.is_known:
+        raise ValueError(
+            f"data_types.grad_accum_dtype={accumulation!r} at stage 1: what DeepSpeed does with it "
+            "before 0.19.8 is not known here."
+        )
+    return run
 
 
 def _refuse_auto(config: Mapping[str, Any]) -> None:
