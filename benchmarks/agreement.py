@@ -1,13 +1,17 @@
 """Cost of the check of ranks, beside the updates of the demo.
 
     python benchmarks/agreement.py
-    python benchmarks/agreement.py --pairs 100
+    python benchmarks/agreement.py --pairs 100 --stage 3
+    python benchmarks/agreement.py --pairs 0                # counts only
 
 Starts two gloo ranks, each with two engines on the demo's model and settings (ZeRO-2 with CPU offload, bf16 with fp32
 accumulation), one with agreement and one without, which run updates of four requests in turn. Printed: the time of one
 comparison of intents, with nothing beside it; the seconds of an update; the time of all comparisons of an update, as a
 share of it; and the median over neighbouring updates of the time with agreement divided by the time without, which
 noise on the machine changes by more than the agreement does.
+
+Counted before, at stage 3: the comparisons of such an update, announced or not, and with four evaluations in it. There
+each of them comes before the first gather of weights of a forward.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 from two_ranks import start
 
 from requestzero.recipes.model import ByteDecoder, next_token_loss
@@ -29,12 +35,14 @@ from requestzero.recipes.model import ByteDecoder, next_token_loss
 REQUESTS, TOKENS, SEQUENCES, VOCABULARY = 4, 128, 4, 259
 
 
-def build(agreement: bool) -> Any:
+def build(agreement: bool, stage: int, width: int = 128, **zero: Any) -> Any:
     import requestzero
 
     torch.manual_seed(0)
-    model = ByteDecoder(VOCABULARY, width=128, layers=4, heads=4, longest=TOKENS)
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "retain_gpu_grad_partition_until_step": True}
+    model = ByteDecoder(VOCABULARY, width=width, layers=4, heads=4, longest=TOKENS)
+    zero |= {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    if stage == 2:
+        zero["retain_gpu_grad_partition_until_step"] = True
     config = {
         "train_micro_batch_size_per_gpu": SEQUENCES,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -47,20 +55,56 @@ def build(agreement: bool) -> Any:
     return requestzero.initialize(model=model, config=config)[0]
 
 
-def update(engine: Any) -> float:
-    """Return the seconds of an update of four requests with one to four micro-batches, announced as in the demo."""
+def batch(tokens: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCABULARY, (SEQUENCES, tokens))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def update(engine: Any, announced: bool = True, evaluations: int = 0, tokens: int = TOKENS) -> float:
+    """Return the seconds of an update of four requests with one to four micro-batches, announced as in the demo.
+
+    Args:
+        engine: of the demo's model.
+        announced: say beforehand how many micro-batches a request has, and which one is the last.
+        evaluations: forwards without gradients before every request.
+        tokens: of a text.
+    """
     dist.barrier()
     start = time.perf_counter()
     for request in range(REQUESTS):
+        with torch.no_grad():
+            for _ in range(evaluations):
+                next_token_loss(engine, batch(tokens))
         micro_batches = request + 1
-        engine.begin_request(request, micro_batches=micro_batches, window_end=request == REQUESTS - 1)
+        if announced:
+            engine.begin_request(request, micro_batches=micro_batches, window_end=request == REQUESTS - 1)
         for position in range(micro_batches):
-            ids = torch.randint(0, VOCABULARY, (SEQUENCES, TOKENS))
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
             engine.set_gradient_accumulation_boundary(position == micro_batches - 1)
-            engine.backward(next_token_loss(engine, inputs)[0])
+            engine.backward(next_token_loss(engine, batch(tokens))[0])
     engine.step(divisor=engine.update_window.micro_batches)
     return time.perf_counter() - start
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "announced": {},
+    "not announced": {"announced": False},
+    "announced, an evaluation before each request": {"evaluations": 1},
+}
+
+
+def count() -> Table:
+    """Count the comparisons of an update at stage 3, after a first one (collective)."""
+    table = Table(title=f"agreements of an update of {REQUESTS} requests at stage 3")
+    table.add_column("its forwards")
+    table.add_column("agreements", justify="right")
+    engine = build(True, stage=3, width=16, stage3_param_persistence_threshold=0)
+    for way, options in WAYS.items():
+        update(engine, tokens=8, **options)
+        before = engine.agreement._channel.rounds
+        update(engine, tokens=8, **options)
+        table.add_row(way, str(engine.agreement._channel.rounds - before))
+    engine.destroy()
+    return table
 
 
 def one_agreement(engine: Any, times: int) -> float:
@@ -74,8 +118,16 @@ def one_agreement(engine: Any, times: int) -> float:
     return statistics.median(measured)
 
 
-def measure(pairs: int) -> None:
-    engines = build(True), build(False)
+def measure(pairs: int, stage: int) -> None:
+    counts = count()
+    if dist.get_rank() == 0:
+        Console(width=120).print(counts)
+    if pairs > 0:
+        time_updates(pairs, stage)
+
+
+def time_updates(pairs: int, stage: int) -> None:
+    engines = build(True, stage), build(False, stage)
     for engine in engines:
         update(engine)
     before = engines[0].agreement._channel.rounds
@@ -95,9 +147,10 @@ def measure(pairs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--pairs", type=int, default=30, help="updates with and without agreement")
-    pairs = parser.parse_args().pairs
-    start(measure, pairs)
+    parser.add_argument("--pairs", type=int, default=30, help="updates with and without agreement (0: counts only)")
+    parser.add_argument("--stage", type=int, choices=(2, 3), default=2, help="of the timed updates")
+    given = parser.parse_args()
+    start(measure, given.pairs, given.stage)
 
 
 if __name__ == "__main__":

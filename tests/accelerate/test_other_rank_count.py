@@ -12,7 +12,7 @@ import torch
 
 from support.accelerate_loops import Loop, data, make_accelerator, make_optimizer, weights
 from support.accelerate_state import fresh
-from support.checkpoint_tool import inspected
+from support.checkpoint_tool import command, inspected
 from support.models import RowWeight
 from support.ranks import RankGroup
 from support.scripts import finish, start_module
@@ -59,3 +59,18 @@ def test_two_ranks_and_then_one(two_ranks: RankGroup, one_rank: RankGroup, tmp_p
             assert found == [pytest.approx(expected, rel=1e-6) for expected in whole[4:]]
     assert torch.tensor(whole).diff(dim=0).abs().max() > 0
     assert os.path.isdir(f"{universal}/pytorch_model/zero")
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_stage_3_goes_on_from_a_converted_state(
+    two_ranks: RankGroup, one_rank: RankGroup, tmp_path: Path, offload: bool
+) -> None:
+    device = "cpu" if offload else "none"
+    plugin = {"zero_stage": 3, "offload_optimizer_device": device, "hf_ds_config": KEEP_OPTIMIZER}
+    saved, converted = str(tmp_path / "saved"), str(tmp_path / "converted")
+    whole = two_ranks.run(go_on, plugin, None, None, range(6))[0]
+    two_ranks.run(go_on, plugin, None, saved, range(4))
+    assert one_rank.run(command, "convert", saved, converted)[0][0] == 0
+    assert one_rank.run(inspected, converted) == [("Accelerate", 3, 2, 4, True)]
+    for found in one_rank.run(go_on, plugin, converted, None, range(4, 6)):
+        assert found == whole[4:]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from support.accelerate_state import fresh
+from support.checkpoint_tool import command
 from support.class_names import optimizer_name
 from support.failures import assert_fails
 from support.ranks import RankGroup
@@ -185,7 +186,7 @@ def test_a_yaml_file_and_grad_norm_without_clipping(two_ranks: RankGroup, tmp_pa
 def test_a_resumed_run_ends_as_the_uninterrupted_one(
     two_ranks: RankGroup, one_rank: RankGroup, tmp_path: Path, deepspeed: dict[str, Any]
 ) -> None:
-    """On as many ranks, and at stage 2 on one with as many samples per update.
+    """On as many ranks, and on one with as many samples per update, at stage 3 from the converted checkpoint.
 
     The folder of a checkpoint has the whole weights, at stage 3 too.
     """
@@ -198,10 +199,13 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(
     saved = tiny_llama(longest=32).from_pretrained(tmp_path / "checkpoint-4")
     weights = torch.cat([p.detach().flatten() for p in saved.parameters()])
     assert torch.equal(weights, uninterrupted[0]["weights"])
-    if deepspeed is OFFLOAD:
-        (alone,) = one_rank.run(train, 2, 4, OFFLOAD, updates=4, resume=str(tmp_path / "checkpoint-2"))
-        assert alone["applied"] == 4
-        assert close(alone["weights"], uninterrupted[0]["weights"])
+    resume = str(tmp_path / "checkpoint-2")
+    if deepspeed is STAGE_3:
+        resume = str(tmp_path / "converted")
+        assert one_rank.run(command, "convert", str(tmp_path / "checkpoint-2"), resume)[0][0] == 0
+    (alone,) = one_rank.run(train, 2, 4, deepspeed, updates=4, resume=resume)
+    assert alone["applied"] == 4
+    assert close(alone["weights"], uninterrupted[0]["weights"])
 
 
 def divided_twice() -> None:

@@ -37,7 +37,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--device", "cuda"], "--device cuda is not allowed: PyTorch finds no GPU here."),
         (["--dtype", "fp16"], "--dtype fp16 is not allowed on the CPU: DeepSpeed refuses it there."),
         (["--model", "no/such"], "--model 'no/such' does not exist: give a directory with a Hugging Face model's"),
-        (["--only", "ZeRO-3"], "--only 'ZeRO-3' is part of no configuration. There are: ZeRO-1 device, bf16/bf16;"),
+        (["--only", "ZeRO-4"], "--only 'ZeRO-4' is part of no configuration. There are: ZeRO-1 device, bf16/bf16;"),
     ],
 )
 @pytest.mark.usefixtures("no_gpu")
@@ -94,14 +94,14 @@ def test_the_defaults() -> None:
     options = parse([])
     assert (options.device, options.ranks, options.dtype) == ("cpu", 2, "bf16")
     assert options.measurements() == ["updates", "precision", "memory", "costs", "times"]
-    assert len(options.configurations()) == 8
+    assert len(options.configurations()) == 8 + 2
     assert options.columns == tuple(COLUMNS)
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_the_whole_grid() -> None:
     configurations = parse(["--full"]).configurations()
-    assert len(set(configurations)) == len(configurations) == 4 + 8 + 4, "fp32, bf16, bf16 with bf16 masters"
+    assert len(set(configurations)) == len(configurations) == 6 + 12 + 6, "fp32, bf16, bf16 with bf16 masters"
     assert {each.masters for each in configurations} == {"fp32", "bf16"}
 
 

@@ -41,8 +41,20 @@ def of(rows: list[dict[str, Any]], stage: int, engine: str, retain: bool | str |
 
 
 def test_nothing_failed(rows: list[dict[str, Any]]) -> None:
-    assert len(rows) == 8
+    assert len(rows) == 8 + 2
     assert not [key for row in rows for key in row if key.endswith("_error")]
+
+
+def test_stage_3(rows: list[dict[str, Any]]) -> None:
+    """Its sum is on the host all the time, so that no partition is released; the bucket has the model's size."""
+    stock, ours = of(rows, 3, "stock"), of(rows, 3, "requestzero")
+    assert 0 < stock["wrong_updates"] < stock["updates"]
+    assert ours["wrong_updates"] == ours["precision"] == 0
+    bucket = 2 * PARAMETERS
+    for row in (stock, ours):
+        assert row["bytes_between_requests"] == row["bytes_between_requests_reference"] == bucket
+        assert row["host_reads_backward"] == row["host_reads_backward_reference"] == 0
+    assert (stock["bytes_to_host"], ours["bytes_to_host"], ours["bytes_from_host"]) == (PARTITION, 0, 0)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

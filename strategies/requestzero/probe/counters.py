@@ -64,6 +64,9 @@ class Operators(TorchDispatchMode):
         return result
 
     def _note_traffic(self, name: str, args: Any, result: Any) -> None:
+        if name == "aten._foreach_copy_":
+            for destination, source in zip(args[0], args[1], strict=True):
+                self._note_traffic("aten.copy_", (source,), destination)
         if not isinstance(result, torch.Tensor):
             return
         if self._is_host(result):

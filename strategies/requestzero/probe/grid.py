@@ -43,8 +43,12 @@ class Configuration:
 
     @property
     def has_host_copy(self) -> bool:
-        """Return true if the host gradient can hold the device partition bit for bit, so that it may be released."""
-        return self.offload and self.model != "fp32" and self.accumulation == self.masters == "fp32"
+        """Return true if the host gradient can hold the device partition bit for bit, so that it may be released.
+
+        Stage 3 has no partition on the device under offload.
+        """
+        sums_in_fp32 = self.accumulation == self.masters == "fp32"
+        return self.stage < 3 and self.offload and self.model != "fp32" and sums_in_fp32
 
     def engines(self) -> list[Engine]:
         """Return the engines to compare, stock first."""
@@ -60,6 +64,8 @@ class Configuration:
         zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": parameters}
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
+        if self.stage == 3:
+            zero["stage3_param_persistence_threshold"] = 0  # small weights too are cut over the ranks
         if engine.retain is not None:
             zero["retain_gpu_grad_partition_until_step"] = engine.retain
         # What the columns tell of request ends: stage 1 reduces at the window's end by default.
@@ -86,17 +92,19 @@ class Configuration:
         return {self.model: section}
 
 
-def grid(dtypes: tuple[str, ...], low_precision_masters: bool) -> list[Configuration]:
+def grid(stages: tuple[int, ...], dtypes: tuple[str, ...], full: bool) -> list[Configuration]:
     """Return stage x place x masters x accumulation dtype, for models of these dtypes.
 
     Args:
+        stages: of ZeRO.
         dtypes: of the models.
-        low_precision_masters: also 16-bit masters, which DeepSpeed has only with CPU offload and its own CPU Adam.
+        full: also 16-bit masters, which DeepSpeed has only with CPU offload and its own CPU Adam; and at stage 3 sums
+            in the model's dtype, where stock's updates are wrong whatever the dtypes.
     """
     return [
         Configuration(stage, offload, model, accumulation, masters)
         for model in dtypes
-        for stage, offload in product((1, 2), (False, True))
-        for masters in (("fp32", model) if low_precision_masters and offload and model != "fp32" else ("fp32",))
-        for accumulation in (("fp32",) if model == "fp32" else (model, "fp32"))
+        for stage, offload in product(stages, (False, True))
+        for masters in (("fp32", model) if full and offload and model != "fp32" else ("fp32",))
+        for accumulation in ((model, "fp32") if model != "fp32" and (full or stage < 3) else ("fp32",))
     ]

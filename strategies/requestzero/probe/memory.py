@@ -99,6 +99,8 @@ def _no_gradients(training: Any) -> list[torch.Tensor]:
     found = [*training.module.parameters(), *training.module.buffers()]
     for group in optimizer.optimizer.param_groups:
         found += group["params"]
+    if training.zero_optimization_stage() == 3:
+        found += [*optimizer.fp32_partitioned_groups_flat, *(param.ds_tensor for param in training.module.parameters())]
     for state in optimizer.optimizer.state.values():
         found += [each for each in state.values() if isinstance(each, torch.Tensor)]
     if getattr(optimizer, "cpu_offload", False):

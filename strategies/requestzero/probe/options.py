@@ -24,6 +24,7 @@ COLUMNS = {
     "times": "times",
 }
 """What ``--columns`` takes -> the measurement that it comes from."""
+STAGES = (1, 2, 3)
 DTYPES = ("fp32", "bf16", "fp16")
 DEFAULT_OUT = Path("outputs/probe")
 
@@ -35,6 +36,7 @@ class Options:
     ranks: int
     device: str
     model: ModelChoice
+    stages: tuple[int, ...]
     dtype: str
     windows: int
     timed_windows: int
@@ -49,7 +51,7 @@ class Options:
     def configurations(self) -> list[Configuration]:
         """Return the configurations in the order in which they are measured."""
         dtypes = tuple(d for d in DTYPES if d != "fp16" or self.device == "cuda") if self.full else (self.dtype,)
-        return [each for each in grid(dtypes, low_precision_masters=self.full) if self.only in str(each)]
+        return [each for each in grid(self.stages, dtypes, full=self.full) if self.only in str(each)]
 
     def measurements(self) -> list[str]:
         """Return the measurements in their order; times last, since they need every engine at once."""
@@ -115,6 +117,7 @@ def _options(given: argparse.Namespace) -> Options:
     values = vars(given) | {
         "device": device,
         "ranks": given.ranks or (_gpus() if device == "cuda" else 2),
+        "stages": STAGES,
         "model": ModelChoice(given.layers, given.width, given.model),
         "columns": tuple(given.columns),
     }

@@ -62,8 +62,8 @@ def _is_public(configuration: Configuration, shape: Shape, ranks: int, device: s
 def bytes_between_requests(row: Row, shape: Shape, ranks: int, device: str) -> float | None:
     """Predict one partition per rank in the accumulation dtype, or nothing where the host gradient replaces it.
 
-    On CUDA, where everything is counted, the model's weights too. ``None`` with ``"auto"``: it depends on the memory
-    that is free.
+    At stage 3 the reduction bucket too, which DeepSpeed keeps there: the probe's has the model's size. On CUDA, where
+    everything is counted, also the weights. ``None`` with ``"auto"``: it depends on the memory that is free.
     """
     configuration, engine = row.configuration, row.engine
     if engine.retain == "auto":
@@ -71,13 +71,15 @@ def bytes_between_requests(row: Row, shape: Shape, ranks: int, device: str) -> f
     released = configuration.has_host_copy and engine.requestzero and engine.retain is False
     if _is_public(configuration, shape, ranks, device):
         return float(_RELEASED if released else _HELD)
-    weights = _BYTES[configuration.model] * shape.parameters if device == "cuda" else 0
-    return weights + (0 if released or _is_summed_on_host(configuration) else _partition(configuration, shape, ranks))
+    model, is_stage_3 = _BYTES[configuration.model] * shape.parameters, configuration.stage == 3
+    weights = 0.0 if device != "cuda" else model / ranks if is_stage_3 else model
+    on_host = released or _is_summed_on_host(configuration)
+    return weights + (model if is_stage_3 else 0) + (0 if on_host else _partition(configuration, shape, ranks))
 
 
 def _is_summed_on_host(configuration: Configuration) -> bool:
-    """Return true if the sum has no buffer on the device: under CPU offload, in the model's own dtype."""
-    return configuration.offload and configuration.accumulation == configuration.model
+    """Return true if the sum has no buffer on the device: under CPU offload, in the model's own dtype or at stage 3."""
+    return configuration.offload and (configuration.accumulation == configuration.model or configuration.stage == 3)
 
 
 def _partition(configuration: Configuration, shape: Shape, ranks: int) -> float:
@@ -85,9 +87,9 @@ def _partition(configuration: Configuration, shape: Shape, ranks: int) -> float:
 
 
 def _host_reads(row: Row, shape: Shape, ranks: int) -> float | None:
-    """Predict host reads: stock's one norm of every owned tensor under CPU offload; none of requestzero."""
+    """Predict host reads: stock's one norm of every owned tensor under CPU offload, at stages 1 and 2; else none."""
     if not row.configuration.offload:
         return None
-    if row.engine.requestzero:
+    if row.engine.requestzero or row.configuration.stage == 3:
         return 0.0
     return float(_READS) if (shape.tensors, ranks) == (_READS_TENSORS, 1) else shape.tensors / ranks

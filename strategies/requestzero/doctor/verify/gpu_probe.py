@@ -11,16 +11,19 @@ from requestzero.doctor.verify.slow_windows import LAYERS, WIDTH
 _MEASURED = ("bytes_between_requests", "bytes_at_peak", "backward_seconds", "boundary_seconds", "step_seconds")
 
 
-def measure_columns(ranks: int, report: Callable[[str], None]) -> tuple[list[Check], list[dict[str, Any]]]:
+def measure_columns(
+    ranks: int, stage_3: bool, report: Callable[[str], None]
+) -> tuple[list[Check], list[dict[str, Any]]]:
     """Run the probe with all its columns on this rank; return whether they are filled, and its rows (collective)."""
     from requestzero.probe.measure import measure_all
     from requestzero.probe.models import ModelChoice
-    from requestzero.probe.options import COLUMNS, DEFAULT_OUT, Options
+    from requestzero.probe.options import COLUMNS, DEFAULT_OUT, STAGES, Options
 
     options = Options(
         ranks=ranks,
         device="cuda",
         model=ModelChoice(LAYERS, WIDTH),
+        stages=STAGES if stage_3 else (1, 2),
         dtype="bf16",
         windows=6,
         timed_windows=8,

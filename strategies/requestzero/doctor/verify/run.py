@@ -149,7 +149,7 @@ def work(group: Group, folder: Path, stage_3: bool, report: Callable[[str], None
     if group.part is Part.GPU:
         return machine, Run(group.name, checks=check_gpu(report, stage_3))
     if group.part is Part.PROBE:
-        columns, rows = measure_columns(group.ranks, report)
+        columns, rows = measure_columns(group.ranks, stage_3, report)
         return machine, Run(group.name, checks=columns, probe=rows)
     updates = compare_all(report, group.device == "cuda", stage_3)
     return machine, Run(group.name, updates, check_life_cycle(report, folder, stage_3))

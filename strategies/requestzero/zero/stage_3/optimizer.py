@@ -26,6 +26,7 @@ from requestzero.zero.stage_3.gathers import unwatch_gathers
 from requestzero.zero.stage_3.gradient_access import gather_whole, write_shard
 from requestzero.zero.stage_3.optimizer_parts import OptimizerParts, build_parts
 from requestzero.zero.stage_3.reduction import owned_parts
+from requestzero.zero.stage_3.universal import separate_groups
 from requestzero.zero.window_checkpoint import loading
 from requestzero.zero.window_checkpoint.record import SavedWindow
 
@@ -280,6 +281,12 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Also discard the open window: pending gradients belong to the weights before the load."""
         self.discard_window()
         super().load_state_dict(*args, **kwargs)
+
+    @override
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
+        """Load a universal checkpoint, with hyperparameters and step counts that groups do not share."""
+        super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
+        separate_groups(self.optimizer, self.fp32_partitioned_groups_flat, Path(checkpoint_dir))
 
     def load_window(self, folder: Path, saved: SavedWindow) -> None:
         """Go on with the open window of a checkpoint, whose weights and state are loaded (this rank only)."""

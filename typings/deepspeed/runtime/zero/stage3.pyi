@@ -166,6 +166,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     def _apply_muon_to_accumulated_grads(self) -> None: ...
 
     # Checkpoints.
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None: ...
     def load_state_dict(
         self,
         state_dict_list: list[Any],
