@@ -25,9 +25,19 @@ FRESH = {"python": sys.executable}
 FRESH_RANKS = {"PYTHON_EXEC": sys.executable}
 """The same for what torchrun starts."""
 WITH_TESTS = {"PYTHONPATH": f"{LOOP.parent.parent}:{Path(__file__).parents[2] / 'strategies'}"}
-LAUNCH = ("--config_file", str(ACCELERATE_CONFIGS / "zero2_cpu.yaml"), "--main_process_port", "0")
 TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "requestzero.run")
-EXPECTED = ["2 {} [-9.0, -9.0, -9.0]"] * 2
+
+
+def launch(stage: int = 2) -> tuple[str, ...]:
+    """``accelerate launch`` with a shipped file."""
+    file = ACCELERATE_CONFIGS / f"zero{stage}_cpu.yaml"
+    return "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", "0"
+
+
+def trained(*stages: int) -> list[str]:
+    """The facts of each of two ranks."""
+    names = {2: optimizer_name(), 3: "RequestZeROStage3Optimizer"}
+    return ["\n".join(f"2 {names[stage]} [-9.0, -9.0, -9.0]" for stage in stages)] * 2
 
 
 def results(directory: Path) -> list[str]:
@@ -95,18 +105,18 @@ def test_what_trains_nothing_stays_as_it_is(capsys: pytest.CaptureFixture[str]) 
     assert not capsys.readouterr().err
 
 
-def test_a_bare_accelerator_under_accelerate_launch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_bare_accelerator_under_accelerate_launch(tmp_path: Path, stage: int) -> None:
     """With a shipped file, and a loader whose worker is spawned."""
-    module = ("accelerate.commands.launch", *LAUNCH, "-m", "requestzero.run", str(LOOP), "accelerate", str(tmp_path))
-    finish(start_module(*module, **FRESH_RANKS))
-    assert results(tmp_path) == [text.format(optimizer_name()) for text in EXPECTED]
+    finish(start_module(*launch(stage), "-m", "requestzero.run", str(LOOP), "accelerate", str(tmp_path), **FRESH_RANKS))
+    assert results(tmp_path) == trained(stage)
 
 
 @pytest.mark.slow
 def test_deepspeed_initialize_under_torchrun(tmp_path: Path) -> None:
     program = ("-m", "support.unchanged_loop", "deepspeed", str(tmp_path))
     output = finish(start_module("torch.distributed.run", *TORCHRUN, *program, **FRESH_RANKS, **WITH_TESTS))
-    assert results(tmp_path) == [text.format(optimizer_name()) for text in EXPECTED]
+    assert results(tmp_path) == trained(2, 3)
     assert "requestzero.run:" not in output
 
 
@@ -119,7 +129,7 @@ def test_deepspeed_initialize_can_be_left_as_it_is(tmp_path: Path, options: tupl
 
 
 def test_the_shipped_files_say_what_to_write_where_nothing_reads_them(tmp_path: Path) -> None:
-    process = start_module("accelerate.commands.launch", *LAUNCH, str(LOOP), "accelerate", str(tmp_path))
+    process = start_module(*launch(), str(LOOP), "accelerate", str(tmp_path))
     output, _ = process.communicate(timeout=150)
     assert process.returncode != 0
     assert "ValueError: Expected a string path to an existing deepspeed config" in output

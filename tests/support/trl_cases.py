@@ -131,12 +131,13 @@ def weights_of(trainer: Any) -> torch.Tensor:
 
 
 def main(directory: str) -> None:
-    """Train all cases, with TRL's own configs, and save what ``tests/trl`` compares."""
+    """Train all cases, and one at stage 3, with TRL's own configs, and save what ``tests/trl`` compares."""
     found = {}
-    for case in CASES:
-        trainer = trainer_of(case, deepspeed=STAGE_2)
+    for case, deepspeed in [*((case, STAGE_2) for case in CASES), ("sft", STAGE_3)]:
+        trainer = trainer_of(case, deepspeed=deepspeed)
         trainer.train()
-        found[case] = weights_of(trainer), type(trainer.deepspeed.optimizer).__name__
+        name = case if deepspeed is STAGE_2 else f"{case} at stage 3"
+        found[name] = weights_of(trainer), type(trainer.deepspeed.optimizer).__name__
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
     if os.environ["RANK"] == "0":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
         return self.rows[index]
 
 
+def whole(weight: torch.Tensor) -> list[float]:
+    """Its values, of which a rank has a part at stage 3."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_id")):
+        values: list[float] = weight.tolist()
+        return values
+
+
 def with_accelerate() -> tuple[Any, torch.Tensor]:
     from accelerate import Accelerator
 
@@ -47,14 +57,14 @@ def with_accelerate() -> tuple[Any, torch.Tensor]:
     return model, accelerator.unwrap_model(model).weight
 
 
-def with_deepspeed() -> tuple[Any, torch.Tensor]:
+def with_deepspeed(stage: int = 2) -> tuple[Any, torch.Tensor]:
     import deepspeed
 
     model = Line()
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
     }
@@ -67,9 +77,12 @@ def with_deepspeed() -> tuple[Any, torch.Tensor]:
 
 
 def main(how: str, directory: str) -> None:
-    engine, weight = {"accelerate": with_accelerate, "deepspeed": with_deepspeed}[how]()
-    facts = [os.environ["WORLD_SIZE"], type(engine.optimizer).__name__, weight.tolist()]
-    Path(directory, f"rank{os.environ['RANK']}.txt").write_text(" ".join(map(str, facts)))
+    """``how``: by whom the engine is built; ``"deepspeed"`` builds one of stage 2 and then one of stage 3."""
+    built = [with_accelerate] if how == "accelerate" else [with_deepspeed, partial(with_deepspeed, 3)]
+    facts = []
+    for engine, weight in (build() for build in built):
+        facts.append(f"{os.environ['WORLD_SIZE']} {type(engine.optimizer).__name__} {whole(weight)}")
+    Path(directory, f"rank{os.environ['RANK']}.txt").write_text("\n".join(facts))
 
 
 if __name__ == "__main__":
