@@ -24,6 +24,7 @@ from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.engine.aborts import AbortingEngine
 from requestzero.zero.engine.announcements import ends_together
 from requestzero.zero.engine.optimizer_classes import OPTIMIZER_CLASSES, optimizer_classes_in_place
+from requestzero.zero.engine.outputs import are_searched
 from requestzero.zero.engine.step_arguments import check_divisor
 from requestzero.zero.overflow import skip_messages
 from requestzero.zero.stage_3.gathers import watch_gathers
@@ -39,6 +40,8 @@ class RequestZeROEngine(AbortingEngine):
 
     _backward_task: int = -1
     """Autograd's number of the backward that has begun last."""
+    _has_unsearched_outputs: bool = False
+    """True once the model has returned something that DeepSpeed does not look into."""
 
     # --- windows ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +155,20 @@ class RequestZeROEngine(AbortingEngine):
             self._refuse_after_interruption()
         if weight is not None:
             self.add_weight(weight)  # before the backward, at whose end its request may be dropped
-        return super().backward(loss, *args, **kwargs)
+        with self._noticing(loss):
+            return super().backward(loss, *args, **kwargs)
+
+    @contextmanager
+    def _noticing(self, loss: torch.Tensor) -> Iterator[None]:
+        """Let a backward be noticed at its loss where DeepSpeed may not find the outputs at which it looks for one."""
+        if not (self._has_unsearched_outputs and torch.is_tensor(loss) and loss.requires_grad):
+            yield
+            return
+        hook = loss.register_hook(lambda _: self._backward_prologue())
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _refuse_after_interruption(self) -> None:
         """Refuse a backward, or a window's end, that would include a part of another backward, which nothing counts.
@@ -371,6 +387,8 @@ class RequestZeROEngine(AbortingEngine):
     def _after_forward(self, outputs: Any) -> None:
         if not (isinstance(outputs, AbortRequest) or outputs is AbortRequest):
             self.agreement.after_forward()
+        if torch.is_grad_enabled() and not self._has_unsearched_outputs:
+            self._has_unsearched_outputs = not are_searched(outputs)
         if torch.is_grad_enabled() and self.optimizer.schedule.in_every_backward:
             self._prefetch_partitions()
 
