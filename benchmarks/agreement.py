@@ -11,7 +11,7 @@ share of it; and the median over neighbouring updates of the time with agreement
 noise on the machine changes by more than the agreement does.
 
 Counted before, at stage 3: the comparisons of such an update, announced or not, and with four evaluations in it. There
-each of them comes before the first gather of weights of a forward.
+each comes before the first gather of weights of a forward, or before the step.
 """
 
 from __future__ import annotations

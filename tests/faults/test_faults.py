@@ -149,6 +149,14 @@ def test_what_is_known_is_drawn_and_has_a_reason() -> None:
         assert all((each.points, each.faults, each.front_ends, each.stages))
 
 
+def test_nothing_else_is_known() -> None:
+    no_gradient = replace(RAISES, point=Point.BACKWARD, fault=Fault.NONE, setup=Setup(stage=1))
+    another_update = "rank 0 has applied another update"
+    assert Result(no_gradient, broken=[another_update]).known
+    assert not Result(no_gradient, broken=[another_update, "rank 1 did not end"]).known
+    assert not Result(RAISES, broken=[another_update]).known
+
+
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory.mktemp("references"), Limits())

@@ -127,6 +127,7 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
                 with ``"token"`` losses were divided, or the micro-batch has no weight or two.
         """
         self._note(divided=not kwargs.pop("scale_wrt_gas", True))
+        self._clipping.begin_backward(self.engine.update_window)
         if self._normalization == "token":
             weight = self._take_weight(weight)
         self.backwards += 1

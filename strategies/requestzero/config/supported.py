@@ -34,9 +34,10 @@ def check_supported(config: Mapping[str, Any], model: Any = None) -> None:
     ratio = section_of(zero, "offload_optimizer").get("ratio")
     if ratio not in (None, 1, "auto"):
         raise ValueError(
-            f"zero_optimization.offload_optimizer.ratio={ratio!r} was asked (Twin-Flow), which leaves a part of the "
-            "optimizer on the accelerator, to an AdamW of DeepSpeed's own: that follows no learning-rate schedule, and "
-            "no checkpoint has its state. Leave it out, which offloads everything, or call deepspeed.initialize for it."
+            f"zero_optimization.offload_optimizer.ratio={ratio!r} was asked (Twin-Flow), which DeepSpeed reads at "
+            "stage 3 only, where it leaves a part of the optimizer on the accelerator, to an AdamW of its own: that "
+            "follows no learning-rate schedule, and no checkpoint has its state. Leave it out, which offloads "
+            "everything, or call deepspeed.initialize for it."
         )
     if section_of(config, "compile").get("deepcompile"):
         raise ValueError(

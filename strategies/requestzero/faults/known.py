@@ -16,6 +16,8 @@ class Known:
     faults: Collection[Fault]
     front_ends: Collection[FrontEnd]
     stages: Collection[int]
+    text: str
+    """In everything that does not hold then."""
     reason: str
 
 
@@ -25,6 +27,7 @@ KNOWN: tuple[Known, ...] = (
         faults=(Fault.NONE,),
         front_ends=tuple(FrontEnd),
         stages=(1, 3),
+        text="has applied another update",
         reason=(
             "At stage 1 gradients are first added up on their rank, and at stage 3 DeepSpeed's autograd functions make "
             "zeros of those that are missing: nobody can tell them from others."
@@ -33,10 +36,16 @@ KNOWN: tuple[Known, ...] = (
 )
 
 
-def reason(combination: Combination) -> str | None:
-    """Return why a combination is known not to hold; ``None`` where it has to."""
+def reason(combination: Combination, broken: Collection[str]) -> str | None:
+    """Return why a combination is known not to hold in this way; ``None`` where it has to.
+
+    Args:
+        combination: of training and fault.
+        broken: what did not hold.
+    """
     for known in KNOWN:
         of_kind = combination.point in known.points and combination.fault in known.faults
-        if of_kind and combination.front_end in known.front_ends and combination.setup.stage in known.stages:
+        of_kind = of_kind and combination.front_end in known.front_ends and combination.setup.stage in known.stages
+        if of_kind and all(known.text in each for each in broken):
             return known.reason
     return None

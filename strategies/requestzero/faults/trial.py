@@ -30,7 +30,7 @@ class Result:
     @property
     def known(self) -> str | None:
         """The reason why something does not hold, where it is known not to."""
-        return reason(self.combination)
+        return reason(self.combination, self.broken)
 
 
 def try_out(combination: Combination, references: References, folder: Path, limits: Limits) -> Result:

@@ -207,6 +207,7 @@ class WindowDriver:
             ValueError: ``normalization="token"``, and the batch has no weight.
             RuntimeError: the window's gradient was clipped already.
         """
+        self._clipping.begin_backward(self._running.update_window)
         if self._clipping.asked(self._running.update_window) is not None:
             raise RuntimeError(
                 "A backward after self.clip_gradients(...) would add a gradient that is not clipped: call it right "

@@ -37,6 +37,11 @@ class NextStepClipping:
             self._max_norm = min(float(max_norm), self.asked(window) or math.inf)
             self._window, self._micro_batches = window, window.micro_batches
 
+    def begin_backward(self, window: UpdateWindow) -> None:
+        """Forget what was asked where nothing of the window is left: its requests have been aborted since."""
+        if not window.is_open:
+            self._window = None
+
     def asked(self, window: UpdateWindow) -> float | None:
         """Return the norm that was asked for this window, ``None`` without one."""
         return self._max_norm if window is self._window else None
