@@ -6,16 +6,28 @@ Most mistakes show in one value or in two together, and all combinations of six 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations, groupby
+from itertools import groupby
 
 import pytest
+
+from support.pairwise import pairs_of
 
 
 def cover_pairs(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Return the items to run and the others."""
-    kept = [item for _, group in groupby(items, key=_function) for item in _covering(list(group))]
+    kept = [item for _, group in groupby(items, key=function_of) for item in _covering(list(group))]
+    return kept, without(items, kept)
+
+
+def without(items: list[pytest.Item], kept: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the items that are not kept."""
     chosen = set(map(id, kept))
-    return kept, [item for item in items if id(item) not in chosen]
+    return [item for item in items if id(item) not in chosen]
+
+
+def function_of(item: pytest.Item) -> str:
+    """Return the test function's name, without its parameters."""
+    return item.nodeid.split("[")[0]
 
 
 def _covering(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -23,7 +35,7 @@ def _covering(items: list[pytest.Item]) -> list[pytest.Item]:
     factors = _independent(sets)
     if len(factors) < 3:
         return items
-    pairs = [set(combinations([(name, each[name]) for name in factors], 2)) for each in sets]
+    pairs = [pairs_of({name: each[name] for name in factors}) for each in sets]
     missing = set().union(*pairs)
     chosen = set()
     while missing:
@@ -45,7 +57,3 @@ def _independent(sets: Sequence[dict[str, str]]) -> list[str]:
 def _parameters(item: pytest.Item) -> dict[str, object]:
     callspec = getattr(item, "callspec", None)
     return dict(callspec.params) if callspec else {}
-
-
-def _function(item: pytest.Item) -> str:
-    return item.nodeid.split("[")[0]

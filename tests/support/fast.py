@@ -7,6 +7,8 @@ from itertools import groupby
 
 import pytest
 
+from support.covering import function_of, without
+
 PER_FILE = 5
 """Functions of a file that are kept at most, so that the cut stays short while files grow."""
 
@@ -18,13 +20,12 @@ def fast_cut(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.I
     get different ones. Of a file with many functions every n-th is kept.
     """
     kept = [item for _, group in groupby(items, key=_file) for item in _evenly(_one_set_of_each(list(group)), PER_FILE)]
-    chosen = set(map(id, kept))
-    return kept, [item for item in items if id(item) not in chosen]
+    return kept, without(items, kept)
 
 
 def _one_set_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     kept: list[pytest.Item] = []
-    for function, group in groupby(items, key=_function):
+    for function, group in groupby(items, key=function_of):
         sets = [item for item in group if item.get_closest_marker("slow") is None]
         if sets:
             kept.append(sets[zlib.crc32(function.encode()) % len(sets)])
@@ -35,10 +36,6 @@ def _evenly(items: list[pytest.Item], count: int) -> list[pytest.Item]:
     if len(items) <= count:
         return items
     return [items[place * len(items) // count] for place in range(count)]
-
-
-def _function(item: pytest.Item) -> str:
-    return item.nodeid.split("[")[0]
 
 
 def _file(item: pytest.Item) -> str:

@@ -11,7 +11,7 @@ Row = dict[str, int]
 """Factor -> index of its value."""
 
 
-def pairs_of(row: Row) -> set[tuple[Any, ...]]:
+def pairs_of(row: Mapping[str, Any]) -> set[tuple[Any, ...]]:
     return set(combinations(row.items(), 2))
 
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from support.engines import build
 from support.fp16 import fp16_on_cpu
 from support.grid import PLACES, SUMS
+from support.pairwise import Row, pairs_of
 from support.ranks import RankGroup
 from support.setup import Setup
 from support.updates import run_windows
@@ -83,7 +84,6 @@ FACTORS: dict[str, list[Any]] = {
     ],
 }
 FIELDS = {"checkpointing", "groups", "managed", "retain", "at"}
-Row = dict[str, int]  # factor -> index of its value
 
 
 def setup_of(stage: int, offload: bool, row: Row) -> Setup:
@@ -106,10 +106,6 @@ def refused(stage: int) -> set[frozenset[tuple[str, int]]]:
 
 def possible(stage: int, row: Row) -> bool:
     return not any(pair <= set(row.items()) for pair in refused(stage))
-
-
-def pairs_of(row: Row) -> set[tuple[Any, ...]]:
-    return set(combinations(row.items(), 2))
 
 
 def pairwise(stage: int, name: str) -> list[Row]:
