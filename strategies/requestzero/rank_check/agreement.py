@@ -12,6 +12,7 @@ from requestzero.errors import AbortRequest
 from requestzero.rank_check.comparison import Comparison
 from requestzero.rank_check.intent import Intent, Kind
 from requestzero.rank_check.interface import Agreement
+from requestzero.rank_check.message import by_rank
 from requestzero.rank_check.progress import Progress
 from requestzero.rank_check.queued_work import QueuedWork
 from requestzero.rank_check.rank_report import RankReport
@@ -84,7 +85,7 @@ class RankAgreement(Agreement):
         """
         self._comparison.finish()
         if self._abort is not None:
-            raise AbortRequest(_told(self._abort))
+            raise AbortRequest(by_rank(self._abort))
 
     @override
     def check(self) -> None:
@@ -167,7 +168,7 @@ class RankAgreement(Agreement):
         try:
             self._vote_for_abort(reason)
             assert self._abort is not None
-            self._watch.last_abort = _told(self._abort)
+            self._watch.last_abort = by_rank(self._abort)
             return self._abort
         finally:
             self._reason = self._abort = None
@@ -311,8 +312,3 @@ class RankAgreement(Agreement):
         self._watch.leave(RankReport.of(self._progress.intent(Kind.DESTROYED, text)))
         if self._watch.error is None:  # else a round may be under way, which the group's end would wait for
             self._channel.close()
-
-
-def _told(reasons: list[str | None]) -> str:
-    """Return the reasons of the ranks that have one, in one line."""
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)

@@ -1,4 +1,4 @@
-"""The text of the error that all ranks raise, composed from their reports."""
+"""The text of the error that all ranks raise, composed from their reports; and reasons by rank."""
 
 from __future__ import annotations
 
@@ -102,3 +102,8 @@ def _ranks(ranks: list[int]) -> str:
             runs.append([rank, rank])
     shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def by_rank(reasons: Sequence[str | None]) -> str:
+    """Return the reasons of the ranks that have one, in one line; ``None`` for a rank without."""
+    return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from requestzero.data.micro_batch import RequestId
 from requestzero.errors import AbortRequest, RankDisagreementError
+from requestzero.rank_check.message import by_rank
 from requestzero.zero.engine.checkpoints import CheckpointingEngine
 
 logger = logging.getLogger("requestzero")
@@ -142,4 +143,4 @@ def describe(reasons: list[str | None]) -> str:
     given = [reason for reason in dict.fromkeys(reasons) if reason is not None]
     if len(given) == 1 and None not in reasons:
         return given[0] if len(reasons) == 1 else f"all ranks: {given[0]}"
-    return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+    return by_rank(reasons)
