@@ -181,13 +181,16 @@ def _destroy_engines() -> None:
     """Destroy the engines of earlier calls: each holds weights, a process group and its threads until then.
 
     Nothing else frees them, since autograd holds an engine's hooks, and they the engine. This comes before a call and
-    not after it: by then no other rank is still at work with its part of an engine.
+    not after it: by then no other rank is still at work with its part of an engine. What is left then stays for good
+    (DeepSpeed's ZeRO-3 keeps the modules of destroyed engines) and is not looked at again: DeepSpeed collects garbage
+    with every engine that it builds.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     for engine in [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine)]:
         engine.destroy()
     gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager
