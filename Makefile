@@ -77,11 +77,12 @@ figure: $(STAMP)  ## measure the README's figure anew
 
 setup: $(STAMP)  ## create .venv only
 
-# A change of the dependencies or of their pins installs again.
+# A change of the dependencies or of their pins installs again. Python compiles what it imports: pip would compile all
+# of it, which takes as long as the rest of the installation.
 $(STAMP): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv .venv
 	@echo "Installing into .venv what constraints.txt pins (about a minute)."
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
 clean:  ## remove what the targets made
