@@ -33,13 +33,13 @@ probe: $(STAMP)  ## measure against stock DeepSpeed on this machine, into output
 # longest, which start programs, come last and leave a core idle.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Tests of waiting times run after the rest, without other work beside them.
+# Tests of waiting times run after the rest, without other work beside them, and more of them at once since they wait.
 WAITS := tests/rank_check tests/support
 
 test: $(STAMP)  ## all tests
 ifeq ($(strip $(ARGS)),)
 	$(RUN) pytest $(SIDE_BY_SIDE) $(WAITS:%=--ignore=%)
-	$(RUN) pytest $(SIDE_BY_SIDE) $(WAITS)
+	$(RUN) pytest $(SIDE_BY_SIDE) -n $$((2 * $(WORKERS))) $(WAITS)
 else
 	$(RUN) pytest $(ARGS)
 endif
