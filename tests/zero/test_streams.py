@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from requestzero.zero.stage_1_and_2.bucket_runs import Piece, Run
 from support.engines import build
 from support.grid import every_sum
 from support.poison import interrupt_backward
@@ -79,10 +80,12 @@ class Recorder(TorchDispatchMode):
         if name == "aten.add_" and args[0].untyped_storage().data_ptr() in self._partitions:
             self._note("add")
         result = func(*args, **(kwargs or {}))
-        if name == "aten.empty" and result.dtype == torch.float32 and result.numel() in self._sizes:
-            self._note("allocate")
+        is_partition = name in ("aten.empty", "aten.zeros") and result.dtype == torch.float32
+        if is_partition and result.numel() in self._sizes:
             self._partitions.add(result.untyped_storage().data_ptr())
-            weakref.finalize(result, self._note, "free")
+            if name == "aten.empty":
+                self._note("allocate")
+                weakref.finalize(result, self._note, "free")
         return result
 
     def _note(self, what: str) -> None:
@@ -151,24 +154,87 @@ def order(log: list[str], *kinds: str) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_release_and_restore_are_ordered(one_rank: RankGroup, stage: int) -> None:
     setup = Setup(stage=stage, offload=True, model="bf16", accum="fp32", at=AT_REQUEST_ENDS[stage])
-    first, second, step = one_rank.run(recorded, setup, [True, True])[0]
+    first, second, third, step = one_rank.run(recorded, setup, [True, True, True])[0]
     # The freed partition stays allocated until its copy is done, and an event marks that copy.
-    tail = order(first, "publish", "kept alive", "event")
-    assert tail[tail.index("publish") :] == ["publish", "kept alive", "event"]
-    # The partition comes back while the host goes on, after the publication and after whoever had its memory.
-    assert [entry for entry in second if not entry.startswith("host waits")][:5] == [
-        "allocate on main",
-        "wait on traffic for main",
-        "wait on traffic for event on main",
-        "restore on traffic",
-        "event on traffic",
-    ]
+    tail = [entry for entry in first[first.index("publish on traffic") :] if entry != "event on main"]  # of the bucket
+    assert tail == ["publish on traffic", "kept alive", "event on traffic"]
+    # The partition comes back while the host goes on, after the publication and after whoever had its memory. That of a
+    # window's first request is made on the stream of the copies.
+    for log, publishing in ((second, "traffic"), (third, "main")):
+        assert [entry for entry in log if not entry.startswith("host waits")][:5] == [
+            "allocate on main",
+            "wait on traffic for main",
+            f"wait on traffic for event on {publishing}",
+            "restore on traffic",
+            "event on traffic",
+        ]
     adding, ready = second.index("add on main"), second.index("wait on main for event on traffic")
     assert ready < adding, "nothing is added before the copy is done"
     copies = order(second, "publish", "restore", "add")
     assert copies.count("publish") == copies.count("restore") == 1
     assert copies[-1] == "publish"
     assert order(step, "host waits") == ["host waits"], "the optimizer reads the host gradient after the last copy"
+
+
+SMALL = {"reduce_bucket_size": 8}  # several buckets
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_bucket_is_copied_beside_the_next_reduction(one_rank: RankGroup, stage: int) -> None:
+    """On a stream of its own behind what has completed it; the host waits once, and not before the step."""
+    setup = Setup(stage=stage, offload=True, model="bf16", accum="fp32", at="window", zero=SMALL)
+    *backwards, step = one_rank.run(recorded, setup, [True, True])[0]
+    assert [order(each, "publish", "host waits") for each in backwards] == [[], []]
+    adding = [index for index, entry in enumerate(step) if entry == "add on main"]
+    assert len(adding) > 2
+    for index in adding:
+        assert step[index + 1 : index + 5] == [
+            "wait on traffic for main",
+            "publish on traffic",
+            "kept alive",
+            "event on traffic",
+        ]
+    assert order(step, "publish", "add", "host waits") == ["add", "publish"] * len(adding) + ["host waits"]
+    assert "restore" not in str(step)
+
+
+def two_parts_of_a_gradient(setup: Setup) -> list[str]:
+    """Two gradients of one parameter within a backward, in a bucket each, as from two checkpointed segments."""
+    with recorded_engine(setup) as (engine, log):
+        engine.set_gradient_accumulation_boundary(True)
+        backward(engine, Micro(ALL, 1))
+        log.clear()
+        (accumulator,) = engine.optimizer.sums.accumulators
+        param_id, place = next(iter(accumulator.group.owned.items()))
+        piece = Piece(param_id, 0, place.offset, 0, place.numel, True)
+        engine.optimizer.rollback.discard()
+        for _ in range(2):
+            accumulator.add(Run([piece], torch.ones(place.numel)), request_ends=True)
+        return log[:]
+
+
+def test_what_is_added_to_is_not_copied_meanwhile(one_rank: RankGroup) -> None:
+    setup = Setup(offload=True, model="bf16", accum="fp32", retain=True)
+    log = one_rank.run(two_parts_of_a_gradient, setup)[0]
+    first = log.index("event on traffic")
+    second = log.index("add on main", first)
+    assert "wait on main for event on traffic" in log[first:second]
+
+
+def test_without_pinned_memory_nothing_is_copied_before_the_end(one_rank: RankGroup) -> None:
+    setup = Setup(offload=True, model="bf16", accum="fp32", zero=SMALL)
+    first = one_rank.run(first_without_pinned_memory, setup)[0]
+    *added, copied = order(first, "publish", "add")
+    assert added == ["add"] * len(added)
+    assert (len(added) > 2, copied) == (True, "publish")
+
+
+def first_without_pinned_memory(setup: Setup) -> list[str]:
+    from deepspeed.accelerator import get_accelerator
+
+    with recorded_engine(setup) as (engine, log), patch.object(type(get_accelerator()), "is_pinned", lambda *_: False):
+        backward(engine, Micro(ALL, 1))
+        return log[:]
 
 
 def without_pinned_memory(setup: Setup) -> list[str]:

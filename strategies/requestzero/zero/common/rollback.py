@@ -133,6 +133,11 @@ class RequestRollback:
             if not each.keeps_last_end:
                 self._copy(index, each.tensors())
 
+    @property
+    def has_saved_sums(self) -> bool:
+        """True if the request at hand changes sums, and the window may go back to those before it."""
+        return self._start is not None and self._start.states is not None
+
     def _copy(self, index: int, sums: list[torch.Tensor]) -> None:
         kept = self._backups[index]
         if [(t.shape, t.device) for t in kept] != [(t.shape, t.device) for t in sums]:

@@ -97,7 +97,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         self.layout, self.ranks, self.sums, self.local = parts.layout, parts.ranks, parts.sums, parts.local
         self.schedule, self.reduction = parts.schedule, parts.reduction
         self.divisor, self.norm, self.written = parts.divisor, parts.norm, parts.written
-        self.origin, self.rollback = parts.origin, parts.rollback
+        self.origin, self.rollback, self.gathers = parts.origin, parts.rollback, parts.gathers
         records = (parts.schedule, parts.origin, parts.rollback)
         self.window_records = [record for record in records if record is not None]
         self._link_fragments()
@@ -290,11 +290,13 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
 
     def apply_sums(self, closure: Any) -> None:
         """Let DeepSpeed's step apply the sums, which are complete."""
-        super().step(closure)
+        with self.gathers.replaced():
+            super().step(closure)
 
     @override
     def _optimizer_step(self, group_no: int) -> None:
-        """Also keep frozen parameters as they are."""
+        """Also keep frozen parameters as they are, and gather the groups that have stepped meanwhile."""
+        self.gathers.begin(group_no)
         with self._kept_still(group_no):
             super()._optimizer_step(group_no)
 

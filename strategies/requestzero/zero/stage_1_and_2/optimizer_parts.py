@@ -28,6 +28,7 @@ from requestzero.zero.stage_1_and_2.gradient_reduction import GradientReduction,
 from requestzero.zero.stage_1_and_2.layout import Parameter, PartitionLayout
 from requestzero.zero.stage_1_and_2.local_gradients import LocalGradients
 from requestzero.zero.stage_1_and_2.local_memory import LocalMemory
+from requestzero.zero.stage_1_and_2.weight_gathers import WeightGathers
 from requestzero.zero.stage_1_and_2.written_weights import WrittenWeights
 
 
@@ -46,6 +47,7 @@ class OptimizerParts:
     origin: OverflowOrigin | None
     rollback: RequestRollback
     written: WrittenWeights
+    gathers: WeightGathers
     fragments: dict[int, GradientFragments]
     """By group: where ``safe_get_full_grad`` and ``safe_set_full_grad`` find gradients."""
 
@@ -67,7 +69,11 @@ def build_parts(
     layout = PartitionLayout(optimizer)
     ranks = Ranks(optimizer.dp_process_group, optimizer._model_parallel_all_reduce)
     names = [optimizer.param_names[param] for param in layout.params]
-    sums = choose_sums(layout.groups, names, _sum_options(optimizer, layout, options, window_is_open))
+
+    def host_is_needed() -> bool:
+        return rollback.has_saved_sums
+
+    sums = choose_sums(layout.groups, names, _sum_options(optimizer, layout, options, window_is_open, host_is_needed))
     divisor = StepDivisor(ranks.size, _mean_to_sum(optimizer, ranks))
     local = LocalGradients(optimizer.gradient_accumulation_dtype)
     schedule = _schedule(optimizer, options, layout, local, ranks)
@@ -94,6 +100,7 @@ def build_parts(
         origin=origin,
         rollback=rollback,
         written=WrittenWeights(optimizer, layout, options.compares_weights),
+        gathers=WeightGathers(layout.groups, lambda index: optimizer.bit16_groups_flat[index], ranks),
         fragments={each.group.index: GradientFragments(each) for each in sums.accumulators},
     )
 
@@ -103,6 +110,7 @@ def _sum_options(
     layout: PartitionLayout,
     options: WindowOptions,
     window_is_open: Callable[[], bool],
+    host_is_needed: Callable[[], bool],
 ) -> SumOptions:
     def counts(param_id: int) -> bool:
         """DeepSpeed's rule against counting twice what pipeline or model parallelism replicates."""
@@ -137,6 +145,7 @@ def _sum_options(
         counts=counts,
         host_gradient=host_gradient,
         window_is_open=window_is_open,
+        host_is_needed=host_is_needed,
         muon_params=lambda index: {layout.id_of(param): param for param in optimizer.params_in_partition[index]},
         apply_muon=apply_muon,
         scale=lambda: float(optimizer.loss_scale),
@@ -192,7 +201,8 @@ def _build_reduction(
 ) -> GradientReduction:
     def before_first() -> None:
         sums.wait_for_copies()
-        rollback.save_sums()
+        if not schedule.mixes_requests:  # else no request can be taken out of the sum again
+            rollback.save_sums()
 
     collective = BucketCollective(
         ReductionOptions(

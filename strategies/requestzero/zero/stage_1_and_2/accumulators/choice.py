@@ -15,7 +15,7 @@ from requestzero.zero.stage_1_and_2.accumulators.gradient_sums import GradientSu
 from requestzero.zero.stage_1_and_2.accumulators.host_copies import HostCopies
 from requestzero.zero.stage_1_and_2.accumulators.muon import MuonAccumulator, Updates
 from requestzero.zero.stage_1_and_2.accumulators.offload_host_gradient import HostGradientAccumulator
-from requestzero.zero.stage_1_and_2.accumulators.offload_partition import PartitionAccumulator, PrefetchStream
+from requestzero.zero.stage_1_and_2.accumulators.offload_partition import CopyStream, PartitionAccumulator
 from requestzero.zero.stage_1_and_2.accumulators.retention import Retention
 from requestzero.zero.stage_1_and_2.layout import GroupLayout, Parameter
 
@@ -36,6 +36,8 @@ class SumOptions:
     host_gradient: Callable[[int], torch.Tensor]
     """Gives a group's host gradient by its index (CPU offload)."""
     window_is_open: Callable[[], bool]
+    host_is_needed: Callable[[], bool]
+    """Tells whether the window may go back to what the host gradients hold (CPU offload)."""
     muon_params: Callable[[int], dict[int, Parameter]]
     """Gives the parameters of which this rank owns a part, by id, in DeepSpeed's order."""
     apply_muon: Callable[[int, list[torch.Tensor]], Updates]
@@ -48,7 +50,7 @@ class SumOptions:
 
 def choose_sums(groups: list[GroupLayout], names: list[str], options: SumOptions) -> GradientSums:
     """Return the sums of all groups, each where the options want it."""
-    copies, traffic, stream = HostCopies(), PartitionTraffic(), PrefetchStream()
+    copies, traffic, stream = HostCopies(), PartitionTraffic(), CopyStream()
     accumulators = [_choose(group, options, copies, traffic, stream) for group in groups]
     offloaded = [each for each in accumulators if isinstance(each, PartitionAccumulator)]
     partition_bytes = sum(each.group.partition_size * each.dtype.itemsize for each in offloaded)
@@ -73,5 +75,5 @@ def _choose(
         return DeviceAccumulator(group, dtype, counts)
     on_host = (group, dtype, counts, lambda: options.host_gradient(index), copies, options.window_is_open)
     if dtype == torch.float32 != options.model_dtype and not options.is_muon(index):
-        return PartitionAccumulator(*on_host, traffic=traffic, stream=stream)
+        return PartitionAccumulator(*on_host, traffic=traffic, stream=stream, host_is_needed=options.host_is_needed)
     return HostGradientAccumulator(*on_host)

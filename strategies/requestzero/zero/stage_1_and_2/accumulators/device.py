@@ -9,7 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
-from requestzero.zero.common.streams import current_stream, record_event
+from requestzero.zero.common.streams import current_stream, keep_alive, record_event
 from requestzero.zero.stage_1_and_2.accumulators.accumulator import Accumulator, SavedSum
 from requestzero.zero.stage_1_and_2.accumulators.fragments import GradientFragments
 from requestzero.zero.stage_1_and_2.bucket_runs import Run
@@ -27,6 +27,11 @@ class DevicePartition:
         stream = current_stream()
         if stream != self._filled_on:
             stream.wait_event(self._filled)
+
+    def keep_alive(self) -> None:
+        """Do not reuse the tensor's memory before the current stream has done what is queued on it by then."""
+        if current_stream() != self._filled_on:
+            keep_alive(self.flat, current_stream())
 
 
 class DeviceAccumulator(Accumulator):

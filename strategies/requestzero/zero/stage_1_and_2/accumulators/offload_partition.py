@@ -1,15 +1,18 @@
 """The sum under CPU offload with fp32 accumulation on a 16-bit model: a partition that is on the device when needed.
 
 Within a request the sum is built on the accelerator. At the request's end it is copied to the host gradient, once per
-group, and then released or kept. The next request reloads what was released: prefetched ahead of its first reduction,
-on a stream of its own, so that the copy runs beside the loss and the backward; or, where the host gradient is not
-pinned, with its first bucket.
+group, and then released or kept. In the backward that ends the request what a bucket has completed is copied at once,
+beside the reduction of the next one, unless the host gradient holds a sum that the window may go back to. The next
+request reloads what was released: prefetched ahead of its first reduction, so that the copy runs beside the loss and
+the backward; or, where the host gradient is not pinned, with its first bucket. Copies that run beside something else
+have a stream of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
 from requestzero.zero.common.partition_traffic import PartitionTraffic
-from requestzero.zero.common.streams import has_streams
+from requestzero.zero.common.streams import current_stream, has_streams
 from requestzero.zero.stage_1_and_2.accumulators.accumulator import SavedSum
 from requestzero.zero.stage_1_and_2.accumulators.device import DevicePartition
 from requestzero.zero.stage_1_and_2.accumulators.offload_base import OffloadAccumulator
@@ -40,14 +43,23 @@ class PartitionAccumulator(OffloadAccumulator):
     Args:
         group, dtype, counts, host, copies, window_is_open: see ``OffloadAccumulator``.
         traffic: counts copies, for all groups of an engine.
-        stream: gives the stream on which partitions are prefetched; ``None`` without streams.
+        stream: gives the stream of copies that run beside something else; ``None`` without streams.
+        host_is_needed: tells whether the window may go back to what the host gradient holds.
     """
 
-    def __init__(self, *args: Any, traffic: PartitionTraffic, stream: Callable[[], Any], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        traffic: PartitionTraffic,
+        stream: Callable[[], Any],
+        host_is_needed: Callable[[], bool],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.state_of_partition = PartitionState.EMPTY
-        self._traffic, self._stream = traffic, stream
+        self._traffic, self._stream, self._host_is_needed = traffic, stream, host_is_needed
         self._partition: DevicePartition | None = None
+        self._copied: set[int] = set()  # ids of parameters whose present sum a bucket has copied to the host gradient
         self._square_norm: torch.Tensor | None = None  # of what was last copied to the host
 
     # --- within a request -------------------------------------------------------------------------------------------
@@ -56,9 +68,29 @@ class PartitionAccumulator(OffloadAccumulator):
     def add(self, run: Run, request_ends: bool) -> None:
         partition = self._resident()
         partition.wait()
-        run.slice_of(partition.flat).add_(run.values)
+        if not self._copied.isdisjoint(run.param_ids):  # reentrant checkpointing brings a parameter in two buckets
+            self.copies.order_before(current_stream())
+        total = run.slice_of(partition.flat).add_(run.values)
         self._used.update(run.param_ids)
         self.state_of_partition = PartitionState.DIRTY
+        if request_ends and self._can_copy_early():
+            self._copy_early(run, total)
+        else:
+            self._copied.difference_update(run.param_ids)
+
+    def _can_copy_early(self) -> bool:
+        """Return whether a copy would run beside the next bucket. One into pageable memory would hold up the host."""
+        return not self._host_is_needed() and (not has_streams() or get_accelerator().is_pinned(self.host()))
+
+    def _copy_early(self, run: Run, total: torch.Tensor) -> None:
+        """Begin to copy a part of the sum that its request will not change any more; wait for nothing."""
+        stream, host = self._stream(), run.slice_of(self.host())
+        if stream is not None:
+            stream.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(stream):
+            self.copies.to_host(total, host)
+        self._copied.update(run.param_ids)
+        self._traffic.published_bytes += host.nbytes
 
     def _resident(self) -> DevicePartition:
         """Return the partition on the device; reload it, or begin it at zero."""
@@ -112,12 +144,33 @@ class PartitionAccumulator(OffloadAccumulator):
     def _copy_to_host(self) -> None:
         partition = self._resident()
         partition.wait()
-        host = self.host()
-        value = self.copies.to_host(partition.flat, host)
+        value = self._copy_rest(partition) if self._copied else self._copy_all(partition)
         self._square_norm = self._square(value, self.group.owned)
         self.state_of_partition = PartitionState.CLEAN
         self._traffic.publications += 1
+        self._copied.clear()
+
+    def _copy_all(self, partition: DevicePartition) -> torch.Tensor:
+        """Copy the partition; return its values as the host gets them."""
+        host = self.host()
         self._traffic.published_bytes += host.nbytes
+        return self.copies.to_host(partition.flat, host)
+
+    def _copy_rest(self, partition: DevicePartition) -> torch.Tensor:
+        """Copy what no bucket has copied; return all values as the host gets them."""
+        for start, numel in self._rest():
+            host = self.host().narrow(0, start, numel)
+            self.copies.to_host(partition.flat.narrow(0, start, numel), host)
+            self._traffic.published_bytes += host.nbytes
+        partition.keep_alive()
+        return partition.flat.to(self.host().dtype)
+
+    def _rest(self) -> Iterator[tuple[int, int]]:
+        """Yield first element and size of every stretch that no bucket has copied; padding is zero on both sides."""
+        for copied, stretch in groupby(self.group.owned.items(), key=lambda each: each[0] in self._copied):
+            places = [place for _, place in stretch]
+            if not copied:
+                yield places[0].offset, places[-1].offset + places[-1].numel - places[0].offset
 
     def _begin_absent(self) -> None:
         """Let the host gradient hold this window's sum, which is zero if no gradient has come."""
@@ -179,6 +232,7 @@ class PartitionAccumulator(OffloadAccumulator):
         self._free()
         self.state_of_partition = PartitionState.EMPTY
         self._used.clear()
+        self._copied.clear()
         self._square_norm, self._edited = None, False
 
     # --- users, rollback, moving ------------------------------------------------------------------------------------
@@ -199,6 +253,7 @@ class PartitionAccumulator(OffloadAccumulator):
         self._edited = True
         if self._partition is not None:
             self.state_of_partition = PartitionState.DIRTY
+            self._copied.clear()  # which one it was is not said
 
     @property
     def holds_sum_on_device(self) -> bool:
@@ -261,8 +316,8 @@ class PartitionAccumulator(OffloadAccumulator):
             self._partition.flat = self._partition.flat.to(device)
 
 
-class PrefetchStream:
-    """The stream on which partitions are prefetched, made when it is first needed."""
+class CopyStream:
+    """The stream of copies that run beside something else, made when it is first needed."""
 
     def __init__(self) -> None:
         self._stream: Any = None
