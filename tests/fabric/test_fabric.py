@@ -277,7 +277,7 @@ def clipped_too_early() -> list[str]:
     launched, model, optimizer = set_up(strategy())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for window in range(2):  # told once
+        for window in range(2):  # there is one warning
             launched.backward(loss_of(launched, model, window))
             launched.clip_gradients(model, optimizer, max_norm=1.0)
             accumulate(launched, model, window)

@@ -365,7 +365,7 @@ FEATURES = (
         "run/test_adoption.py::test_every_plugin_of_a_supported_stage_is_adopted",
     ),
     Feature(
-        "stage 0 and NVMe offload: DeepSpeed's own, told once",
+        "stage 0 and NVMe offload: DeepSpeed's own, reported once",
         UNCHANGED,
         Outcome.WORKS,
         "run/test_adoption.py::test_other_stages_are_told_once",

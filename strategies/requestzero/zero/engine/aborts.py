@@ -31,7 +31,7 @@ class AbortingEngine(CheckpointingEngine):
         Also to be called where a backward has raised :class:`~requestzero.AbortRequest` outside of a block.
 
         Args:
-            reason: for the log, where it is told once, with the request's name and the ranks.
+            reason: for the log, which has it once, with the request's name and the ranks.
 
         Raises:
             RuntimeError: there is no such request, or it cannot be undone; then nothing has changed.
