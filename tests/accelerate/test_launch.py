@@ -74,7 +74,7 @@ def test_accelerate_reads_the_file_and_so_do_we(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["zero2", "zero2_offload", "zero2_cpu", "zero3_offload_cpu"]
+    "name", ["zero2", "zero2_offload", "zero2_cpu", "zero3_cpu", "zero3_offload_cpu"]
 )  # zero2_offload_cpu: with the recipe
 def test_two_processes(tmp_path: Path, name: str) -> None:
     if not name.endswith("cpu") and torch.cuda.is_available() and torch.cuda.device_count() < 2:

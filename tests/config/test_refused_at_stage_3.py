@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import requestzero
+from support.failures import assert_fails
+from support.ranks import RankGroup
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"offload_optimizer": {"device": "nvme"}}, r"offload_optimizer\.device='nvme' was asked.*in files.*use 'cpu'"),
@@ -77,3 +79,17 @@ def test_model_parallelism() -> None:
         requestzero.initialize(
             model=torch.nn.Linear(1, 1), config={"zero_optimization": {"stage": 3}}, mpu=ModelParallel()
         )
+
+
+def cut_over_one_rank() -> None:
+    from requestzero.zero.stage_3.layout import check_one_group
+
+    world = torch.distributed.group.WORLD
+    alone = [torch.distributed.new_group([rank]) for rank in range(2)][torch.distributed.get_rank()]
+    check_one_group([world], torch.distributed.new_group([0, 1]))
+    check_one_group([world, alone], world)
+
+
+def test_parameters_that_are_cut_over_other_ranks(two_ranks: RankGroup) -> None:
+    message = r"^ValueError: A parameter is cut over the ranks \[[01]\], and the data-parallel ranks are \[0, 1\]:"
+    assert_fails(two_ranks, message, cut_over_one_rank)

@@ -3,57 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from requestzero.doctor.stock_losses import Loss, stock_run
-from support.engines import build, masters
+from support.engines import build
 from support.fp16 import fp16_where_needed
 from support.models import WIDTH
+from support.overflow_configs import overflow_config
 from support.ranks import RankGroup
 from support.setup import Setup
-from support.stage_3 import PARAMS, change_of
-
-Change = list[float]
-"""The gradient that was applied to each of two weights, whose elements are all equal."""
-
-
-class TwoWeights(torch.nn.Module):
-    """Two weights, zero at first, whose gradients are the inputs; a weight whose input is 0 takes no part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (torch.nn.Parameter(torch.zeros(WIDTH)) for _ in range(2))
-
-    def forward(self, first: float, second: float, segments: bool = False) -> torch.Tensor:
-        parts = [(self.first, first), (self.second, second)]
-        if segments:
-            parts = [(self.first, first / 4), (self.second, second), (self.first, first * 3 / 4)]
-        return torch.stack([self.part(*part, segments) for part in parts if part[1]]).sum()
-
-    def part(self, weight: torch.Tensor, value: float, segment: bool) -> torch.Tensor:
-        def product(x: torch.Tensor) -> torch.Tensor:
-            return (weight * x).sum()
-
-        x = torch.full_like(weight, value, requires_grad=True)
-        return checkpoint(product, x, use_reentrant=True) if segment else product(x)
-
-
-def feed(engine: Any, first: float, second: float = 0.0, end: bool = True, segments: bool = False) -> None:
-    """Run a micro-batch with these gradients on all ranks; without managed accumulation requests have no ends."""
-    if engine._config.managed_gradient_accumulation:
-        engine.set_gradient_accumulation_boundary(end)
-    engine.backward(engine(first, second, segments))
-
-
-def applied(engine: Any, run: Callable[[], None]) -> Change:
-    before = masters(engine)
-    run()
-    engine.step()
-    return change_of(engine, before)
+from support.stage_3 import PARAMS
+from support.two_weights import Change, TwoWeights, applied, feed
 
 
 def two_forwards_first(engine: Any) -> Change:
@@ -122,10 +86,10 @@ SETUPS = [
 ]
 
 
-def played(setup: Setup) -> list[Change]:
-    """The change that DeepSpeed's own engine makes in each scenario."""
+def played(setup: Setup, requestzero: bool) -> list[Change]:
+    """The change that an engine makes in each scenario."""
     with fp16_where_needed(setup.model):
-        engine = build(setup, False, model=TwoWeights())
+        engine = build(setup, requestzero, model=TwoWeights())
         changes = [scenario(engine) for scenario, _, _ in SCENARIOS]
         engine.destroy()
     return changes
@@ -134,10 +98,13 @@ def played(setup: Setup) -> list[Change]:
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_the_result_is_what_stage_3_does(two_ranks: RankGroup, setup: Setup) -> None:
     losses = set(stock_run(setup.deepspeed_config(requestzero=False)).losses)
-    for changes in two_ranks.run(played, setup):
+    for changes in two_ranks.run(played, setup, False):
         for change, (scenario, right, wrong) in zip(changes, SCENARIOS, strict=True):
             expected = [value for loss, value in wrong.items() if loss in losses] or [right]
             assert [change] == expected, scenario.__name__
+    # DeepSpeed's stage 3 always checks for inf, this package in fp32 only if asked.
+    checked = replace(setup, config=overflow_config("fp32")) if setup.model == "fp32" else setup
+    assert two_ranks.run(played, checked, True) == [[right for _, right, _ in SCENARIOS]] * 2
 
 
 def test_every_loss_of_the_scenarios_occurs() -> None:

@@ -77,11 +77,11 @@ def batches(count: int = 4) -> DataLoader[Any]:
     return DataLoader([torch.full((2, 5), 0.25 * (number + 1)) for number in range(count)], batch_size=None)  # type: ignore[arg-type]
 
 
-def trainer_of(root: Path, epochs: int, **options: Any) -> Trainer:
+def trainer_of(root: Path, epochs: int, strategy: Any = None, **options: Any) -> Trainer:
     return Trainer(
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
-        strategy=RequestZeRO(**options),
+        strategy=strategy or RequestZeRO(**options),
         max_epochs=epochs,
         accumulate_grad_batches=2,
         logger=False,
@@ -101,18 +101,18 @@ def whole(module: Sharded) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def resumed(root: Path) -> tuple[bool, list[Any]]:
+def resumed(root: Path, options: dict[str, Any]) -> tuple[bool, list[Any]]:
     """Two epochs in one, and in two with a checkpoint between; predictions; the checkpoint in one file."""
     from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
     whole_run, first, second = Sharded(), Sharded(), Sharded()
-    trainer_of(root, 2, stage=3).fit(whole_run, batches(), batches(2))
-    trainer = trainer_of(root, 1, stage=3)
+    trainer_of(root, 2, **options).fit(whole_run, batches(), batches(2))
+    trainer = trainer_of(root, 1, **options)
     trainer.fit(first, batches(), batches(2))
     trainer.save_checkpoint(root / "saved.ckpt")
-    trainer_of(root, 2, stage=3).fit(second, batches(), batches(2), ckpt_path=root / "saved.ckpt")
+    trainer_of(root, 2, **options).fit(second, batches(), batches(2), ckpt_path=root / "saved.ckpt")
     differences = [float((a - b).abs().max()) for a, b in zip(whole(whole_run), whole(second), strict=True)]
-    predictor = trainer_of(root, 1, stage=3)
+    predictor = trainer_of(root, 1, **options)
     predicted = predictor.predict(second, batches(2))
     assert predicted is not None
     if torch.distributed.get_rank() == 0:
@@ -122,8 +122,11 @@ def resumed(root: Path) -> tuple[bool, list[Any]]:
     return whole_run.was_sharded, [*differences, len(predicted), sorted(state), tuple(state["layer.weight"].shape)]
 
 
-def test_sharded_modules_checkpoints_and_predictions(two_ranks: RankGroup, tmp_path: Path) -> None:
-    for sharded, found in two_ranks.run(resumed, tmp_path):
+@pytest.mark.parametrize("options", [{"stage": 3}, OFFLOADED], ids=["device", "offloaded"])
+def test_sharded_modules_checkpoints_and_predictions(
+    two_ranks: RankGroup, options: dict[str, Any], tmp_path: Path
+) -> None:
+    for sharded, found in two_ranks.run(resumed, tmp_path, options):
         assert sharded
         assert found == [0.0, 0.0, 2, ["layer.bias", "layer.weight"], (3, 5)]
 
@@ -219,6 +222,29 @@ def test_registered_names() -> None:
         assert (settings.stage, settings.offload_optimizer, settings.offload_parameters) == (3, offloaded, offloaded)
         zero = strategy.config["zero_optimization"]
         assert zero.get("offload_param", {}).get("device", "none") == ("cpu" if offloaded else "none")
+
+
+class UnderCPUAdam(Sharded):
+    """With the optimizer that DeepSpeed asks for under CPU offload."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(self.parameters(), lr=1e-2)
+
+
+def fitted(root: Path, strategy: str | None, options: dict[str, Any]) -> list[torch.Tensor]:
+    module = UnderCPUAdam() if options.get("offload_optimizer") else Sharded()
+    trainer_of(root, 1, strategy, **options).fit(module, batches(), batches(2))
+    return whole(module)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_training_by_name(two_ranks: RankGroup, offloaded: bool, tmp_path: Path) -> None:
+    options = {"stage": 3, "offload_optimizer": offloaded, "offload_parameters": offloaded}
+    name = "request_zero_3" + "_offload" * offloaded
+    by_name, by_options = (two_ranks.run(fitted, tmp_path, strategy, options)[0] for strategy in (name, None))
+    assert all(torch.equal(a, b) for a, b in zip(by_name, by_options, strict=True))
 
 
 @pytest.mark.parametrize(

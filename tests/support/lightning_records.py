@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from requestzero.lightning import RequestZeRO
+from support.engines import flat_masters
 from support.lightning_model import Model
 
 HOOKS = (
@@ -123,11 +124,9 @@ def optimizer_state(trainer: Trainer) -> dict[str, Any]:
     """This rank's master weights and optimizer state."""
     if not isinstance(trainer.strategy, RequestZeRO):
         return {}
-    zero = trainer.strategy.engine.optimizer
-    stage_3 = trainer.strategy.settings.stage == 3
-    parts = zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups
+    parts = flat_masters(trainer.strategy.engine)
     state: dict[str, Any] = {"masters": [part.tolist() for part in parts]}
     for index, part in enumerate(parts):
-        for key, value in zero.optimizer.state[part].items():
+        for key, value in trainer.strategy.engine.optimizer.state[part].items():
             state[f"{index}.{key}"] = value.tolist() if isinstance(value, torch.Tensor) else value
     return state

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from support.engines import flat_masters
 from support.setup import Setup
 from support.windows import IN
 
@@ -63,5 +64,5 @@ def batch(engine: Any, step: int, request: int) -> torch.Tensor:
 def momentum(engine: Any) -> list[torch.Tensor]:
     """This rank's momentum, and everything else that the inner optimizer keeps."""
     state = engine.optimizer.optimizer.state
-    flats = engine.optimizer.single_partition_of_fp32_groups
+    flats = flat_masters(engine)
     return [v.detach().float().clone() for flat in flats for v in state.get(flat, {}).values() if torch.is_tensor(v)]

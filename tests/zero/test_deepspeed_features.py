@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
-from support.engines import build, masters, module_weights
+from support.engines import build, flat_masters, masters, module_weights
 from support.grid import every_place, every_sum
 from support.models import OneWeight
 from support.ranks import RankGroup
@@ -158,12 +159,18 @@ def test_states_can_be_offloaded_inside_a_window(
     two_ranks.run(states_moved, Setup(stage=stage, offload=offload, model=model, accum=accum))
 
 
+HYPERPARAMETERS = ({"lr": LR, "weight_decay": 0.125}, {"lr": LR / 2, "weight_decay": 0.5})
+"""Of two parameter groups."""
+
+
 def universal_checkpoint(setup: Setup, folder: str) -> None:
-    """Save, convert to DeepSpeed's universal format, load into a fresh engine, and go on alike."""
+    """Save after three updates with groups of different hyperparameters, and convert to the universal format."""
     import deepspeed.comm as dist
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
     engine = build(setup)
+    for group, values in zip(engine.optimizer.param_groups, HYPERPARAMETERS, strict=True):
+        group.update(values)
     for seed in range(3):
         backward(engine, Micro(ALL, seed, False))
         backward(engine, Micro(ALL, seed + 10))
@@ -190,19 +197,40 @@ def universal_checkpoint(setup: Setup, folder: str) -> None:
     engine.destroy()
 
 
-def load_and_go_on(setup: Setup, folder: str, tag: str, used: bool) -> list[torch.Tensor]:
+@dataclass
+class Resumed:
+    """An engine that has loaded a checkpoint and made one update."""
+
+    weights: list[torch.Tensor]
+    hyperparameters: tuple[dict[str, float], ...]
+    """By parameter group, as the checkpoint has left them."""
+    steps: list[float]
+    """Counts of the optimizer for every flat master weight."""
+
+
+def load_and_go_on(setup: Setup, folder: str, tag: str, used: bool) -> Resumed:
     """``used``: the engine has trained before it loads."""
     engine = build(setup)
     if used:
         backward(engine, Micro(ALL, 77))
         engine.step()
     engine.load_checkpoint(folder, tag=tag)
+    groups = tuple({name: group[name] for name in HYPERPARAMETERS[0]} for group in engine.optimizer.param_groups)
     for seed in (7, 8):
         backward(engine, Micro(ALL, seed))
     engine.step()
-    weights = masters(engine)
+    steps = [float(engine.optimizer.state[flat]["step"]) for flat in flat_masters(engine)]
+    resumed = Resumed(masters(engine), groups, steps)
     engine.destroy()
-    return weights
+    return resumed
+
+
+def assert_resumed(from_universal: list[Resumed], from_saved: list[Resumed], flats: int) -> None:
+    """Of all ranks: the same to the last bit, each group with what it was saved with, after a fourth step."""
+    for found, expected in zip(from_universal, from_saved, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found.weights, expected.weights, strict=True))
+        assert found.hyperparameters == expected.hyperparameters == HYPERPARAMETERS
+        assert found.steps == expected.steps == [4.0] * flats
 
 
 @every_place
@@ -210,24 +238,22 @@ def load_and_go_on(setup: Setup, folder: str, tag: str, used: bool) -> list[torc
 def test_universal_checkpoints(
     two_ranks: RankGroup, stage: int, offload: bool, round_robin: bool, tmp_path: Any
 ) -> None:
-    zero = {"round_robin_gradients": round_robin}
-    setup = Setup(stage=stage, offload=offload, model="bf16", accum="fp32", optimizer="adamw", zero=zero)
-    two_ranks.run(universal_checkpoint, setup, str(tmp_path))
-    universal = Setup(
+    setup = Setup(
         stage=stage,
         offload=offload,
         model="bf16",
         accum="fp32",
+        groups=2,
         optimizer="adamw",
-        zero=zero,
-        config={"checkpoint": {"load_universal": True}},
+        zero={"round_robin_gradients": round_robin},
     )
-    for a, b in zip(
+    two_ranks.run(universal_checkpoint, setup, str(tmp_path))
+    universal = replace(setup, config={"checkpoint": {"load_universal": True}})
+    assert_resumed(
         two_ranks.run(load_and_go_on, universal, str(tmp_path), "universal", True),
         two_ranks.run(load_and_go_on, setup, str(tmp_path), "saved", False),
-        strict=True,
-    ):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        flats=2,
+    )
 
 
 def module_copied(setup: Setup) -> bool:

@@ -160,5 +160,27 @@ def frozen_under_muon(stage: int, offload: bool) -> list[bool]:
 
 @every_stage
 def test_frozen_parameters_stay_under_muon(two_ranks: RankGroup, stage: int, offload: bool) -> None:
-    for moved in two_ranks.run(frozen_under_muon, stage, offload):
-        assert moved in ([False, True], [False, True, False])
+    keeps_momentum = stage == 3 or offload
+    expected = [False, True, *([False] if keeps_momentum else [])]
+    assert two_ranks.run(frozen_under_muon, stage, offload) == [expected] * 2
+
+
+def norms_without_b(stage: int, offload: bool) -> list[float]:
+    """The norm of a step in which a matrix is frozen that has momentum, and where it has never had a gradient."""
+    zero = Setup(stage=stage, offload=offload, zero={"reduce_scatter": False}).deepspeed_config()["zero_optimization"]
+    norms = []
+    for freezes in (True, False):
+        engine = build_muon(stage, offload, "fp32", "fp32", zero_optimization=zero)
+        for window in range(2):
+            engine.module.b.requires_grad_(not freezes or window == 0)
+            engine.backward(engine(batch(engine, window, 0), use_b=freezes))
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+        engine.destroy()
+    return norms
+
+
+@every_stage
+def test_the_norm_under_muon_leaves_out_what_is_frozen(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    for frozen, absent in two_ranks.run(norms_without_b, stage, offload):
+        assert frozen == pytest.approx(absent, rel=1e-6)

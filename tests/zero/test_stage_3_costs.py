@@ -15,15 +15,15 @@ from support.engines import build
 from support.grid import SUMS
 from support.ranks import RankGroup
 from support.setup import Setup
-from support.stage_3 import GATHERED
+from support.stage_3 import GATHERED, PLACES, setup_of
 
 TENSORS, WIDTH = 32, 8
 SUB_GROUPS = 8
 
 
-def setup_of(offload: bool, model: str, accum: str, **config: Any) -> Setup:
+def in_sub_groups(place: str, model: str, accum: str, **config: Any) -> Setup:
     zero = {**GATHERED, "sub_group_size": TENSORS * WIDTH**2 // 2 // SUB_GROUPS}
-    return Setup(stage=3, offload=offload, model=model, accum=accum, zero=zero, config=config)
+    return setup_of(place, model=model, accum=accum, zero=zero, config=config)
 
 
 @dataclass
@@ -33,8 +33,10 @@ class Costs:
     """Operators."""
     backward_reads: int
     step_reads: int
+    first_copies: int
+    """In the window's first backward."""
     copies: int
-    """In the backward."""
+    """In the second one, which is counted otherwise."""
     all_reduces: int
     """In the step."""
     gradient_bytes: int
@@ -52,7 +54,9 @@ def costs(setup: Setup, requestzero: bool) -> Costs:
     x = torch.ones(1, WIDTH, dtype=next(engine.module.parameters()).dtype)
     for _ in range(2):
         engine.set_gradient_accumulation_boundary(False)
-        engine.backward(engine(x))
+        loss = engine(x)
+        with Operators() as in_first:
+            engine.backward(loss)
         engine.set_gradient_accumulation_boundary(True)
         loss = engine(x)
         with Operators() as in_backward:
@@ -72,11 +76,16 @@ def costs(setup: Setup, requestzero: bool) -> Costs:
         in_step.total,
         in_backward.host_reads,
         in_step.host_reads,
-        in_backward.counts["aten.copy_"] + in_backward.counts["aten._foreach_copy_"],
+        copies_in(in_first),
+        copies_in(in_backward),
         reduced.call_count,
         sum(storages.values()),
         prepared.copied,
     )
+
+
+def copies_in(operators: Operators) -> int:
+    return operators.counts["aten.copy_"] + operators.counts["aten._foreach_copy_"]
 
 
 class Prepared:
@@ -95,20 +104,22 @@ class Prepared:
             self.copied += gradient.nbytes
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_window_costs_less_than_stock(two_ranks: RankGroup, offload: bool) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_a_window_costs_less_than_stock(two_ranks: RankGroup, place: str) -> None:
     owned = TENSORS * WIDTH**2 // 2
     for model, accum in SUMS:
-        setup = setup_of(offload, model, accum)
+        setup = in_sub_groups(place, model, accum)
         ours, stock = (two_ranks.run(costs, setup, whose)[0] for whose in (True, False))
         print(f"{setup}: {ours}, stock {stock}")
         assert ours.backward < stock.backward
         assert ours.step < stock.step
-        assert ours.copies == TENSORS + 1  # into the bucket one by one, and one of all parts into the sum
-        assert stock.copies == (2 * TENSORS + 1 if offload else TENSORS + 1)
+        assert ours.copies == TENSORS + 1  # into the bucket one by one, and one of what was reduced
+        assert ours.first_copies == ours.copies + 1  # and into the sum, all parts in one
+        assert stock.copies == (2 * TENSORS + 1 if setup.offload else TENSORS + 1)
+        assert ours.first_copies < stock.first_copies
         assert (ours.backward_reads, ours.all_reduces, stock.all_reduces) == (0, 1, SUB_GROUPS)
         assert ours.step_reads <= (model != "fp32") + 2  # one of the device, two of tensors on the host
-        if offload:
+        if setup.offload:
             shared = accum == "fp32"  # as the masters are
             expected = (owned * 4, owned * 8) if shared else (owned * 6, owned * 6)
             assert (ours.gradient_bytes, stock.gradient_bytes) == expected
@@ -119,6 +130,6 @@ def test_a_window_costs_less_than_stock(two_ranks: RankGroup, offload: bool) -> 
 
 def test_nothing_is_read_where_nothing_is_decided(two_ranks: RankGroup) -> None:
     unchecked = {"bf16": {"enabled": True, "check_grad_overflow": False}}
-    found = two_ranks.run(costs, setup_of(True, "bf16", "fp32", **unchecked), True)[0]
+    found = two_ranks.run(costs, in_sub_groups("optimizer", "bf16", "fp32", **unchecked), True)[0]
     assert (found.backward_reads, found.all_reduces) == (0, 1)
     assert found.step_reads <= 1  # of a tensor on the host

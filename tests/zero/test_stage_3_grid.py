@@ -12,12 +12,13 @@ from requestzero.probe.windows import OUTS, random_windows
 from support.pairwise import Row, pairs_of, pairwise
 from support.ranks import RankGroup
 from support.setup import Setup
-from support.stage_3 import GATHERED, PLACES, Model, Wrong, wrong_windows
-from support.windows import Window
+from support.stage_3 import GATHERED, PLACES, Model, Wrong, paired, setup_of, wrong_windows
+from support.windows import ALL, Micro, Window
 
-WINDOWS = 20
+PARAMETERS = 2 * len(OUTS)
+WINDOWS = 10
 """Per configuration on two ranks, of one or two requests each."""
-FEWER = 6
+FEWER = 4
 """Per configuration on other numbers of ranks."""
 
 
@@ -71,13 +72,13 @@ def name_of(row: Row) -> str:
 
 
 def windows_of(row: Row, count: int = WINDOWS) -> list[Window]:
-    return random_windows(count, 2, zlib.crc32(name_of(row).encode()))
+    return [paired(window) for window in random_windows(count, 2, zlib.crc32(name_of(row).encode()))]
 
 
 def assert_nothing_wrong(ranks: RankGroup, row: Row, count: int = WINDOWS) -> None:
     setup, model = configuration(row)
     for wrong in ranks.run(wrong_windows, setup, windows_of(row, count), model):
-        assert wrong == Wrong(compared=count * len(OUTS)), f"{setup}, {model}"
+        assert wrong == Wrong(compared=count * PARAMETERS), f"{setup}, {model}"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
@@ -100,13 +101,29 @@ def test_enough_is_compared() -> None:
     covered = set().union(*map(pairs_of, ROWS))
     levels = [len(values) for values in FACTORS.values()]
     assert len(covered) == sum(a * b for a, b in combinations(levels, 2))
-    assert (len(ROWS) * WINDOWS + (len(ROWS[::6]) + len(ROWS[3::6])) * FEWER) * len(OUTS) >= 3000
+    assert (len(ROWS) * WINDOWS + (len(ROWS[::6]) + len(ROWS[3::6])) * FEWER) * PARAMETERS >= 3000
 
 
 @pytest.mark.slow
-def test_stock_deepspeed_fails_on_such_windows(two_ranks: RankGroup) -> None:
+@pytest.mark.parametrize("managed", [True, False])
+def test_stock_deepspeed_fails_on_such_windows(two_ranks: RankGroup, managed: bool) -> None:
     """DeepSpeed's own optimizer is wrong in every place and dtype, in updates and in norms."""
-    windows = random_windows(6, 4, 1)
-    for place, dtypes in zip(PLACES.values(), cycle(FACTORS["dtypes"][:3])):
-        wrong = two_ranks.run(wrong_windows, Setup(stage=3, **place, **dtypes), windows, Model(), False)[0]
+    windows = [paired(window) for window in random_windows(6, 4, 1)]
+    for place, dtypes in zip(PLACES, cycle(FACTORS["dtypes"][:3])):
+        setup = setup_of(place, managed=managed, **dtypes)
+        wrong = two_ranks.run(wrong_windows, setup, windows, Model(), False)[0]
         assert min(wrong.updates, 2 * wrong.norms) >= 6, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["device", "optimizer"])
+def test_stock_deepspeed_fails_where_parameters_are_used_twice(two_ranks: RankGroup, place: str) -> None:
+    """In two reentrant segments, in a bucket that does not hold all of them: every update, of parameters that take
+    part in every micro-batch.
+    """
+    seeds = (12, 14, 16, 18)  # no gradient is zero
+    windows = [[Micro(2 * ALL, seed, False), Micro(2 * ALL, seed + 1)] for seed in seeds]
+    setup = setup_of(place, checkpointing="reentrant", zero={"reduce_bucket_size": 24})
+    whole = 4 * PARAMETERS
+    assert two_ranks.run(wrong_windows, setup, windows, Model(twice=True))[0] == Wrong(compared=whole)
+    assert two_ranks.run(wrong_windows, setup, windows, Model(twice=True), False)[0].updates == whole

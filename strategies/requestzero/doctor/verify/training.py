@@ -96,10 +96,18 @@ def masters(engine: Any) -> list[torch.Tensor]:
 
 def masters_and_state(engine: Any) -> list[torch.Tensor]:
     """Return the master weights, and this rank's part of what the optimizer keeps beside them (collective)."""
-    optimizer, is_stage_3 = engine.optimizer, engine.zero_optimization_stage() == 3
-    flats = optimizer.fp32_partitioned_groups_flat if is_stage_3 else optimizer.single_partition_of_fp32_groups
-    kept = [v for flat in flats for v in optimizer.state[flat].values() if torch.is_tensor(v)]
+    state = engine.optimizer.state
+    kept = [v for flat in flat_masters(engine) for v in state[flat].values() if torch.is_tensor(v)]
     return [*masters(engine), *(v.clone() for v in kept)]
+
+
+def flat_masters(engine: Any) -> list[torch.Tensor]:
+    """Return this rank's flat master weights, by parameter group, at stage 3 by sub-group."""
+    optimizer, is_stage_3 = engine.optimizer, engine.zero_optimization_stage() == 3
+    flats: list[torch.Tensor] = (
+        optimizer.fp32_partitioned_groups_flat if is_stage_3 else optimizer.single_partition_of_fp32_groups
+    )
+    return flats
 
 
 def module_weights(engine: Any) -> list[torch.Tensor]:

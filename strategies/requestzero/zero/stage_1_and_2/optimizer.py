@@ -352,6 +352,9 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
             for index in self._muon_groups():
                 frozen.enter_context(self._kept_still(index))  # the momentum
             super()._apply_muon_updates_cpu_offload()
+        for param_id, norm in self.norm_for_param_grads.items():
+            if not self.layout.params[param_id].requires_grad:
+                norm.zero_()  # momentum alone makes an update
         if self._muon_groups():
             self.sums.replace_norms(self._muon_groups(), self.norm_for_param_grads)
             self.norm.forget()

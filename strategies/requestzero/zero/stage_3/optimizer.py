@@ -236,6 +236,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 if uses_muon:
                     frozen.enter_context(self._kept_still(index))  # the momentum
             super()._apply_muon_to_accumulated_grads()
+        self.sums.zero_frozen()  # momentum alone makes an update, which would count in the norm
         self.norm.forget()
 
     def _divide_sums_for_muon(self) -> None:

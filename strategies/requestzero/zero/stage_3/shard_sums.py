@@ -157,6 +157,12 @@ class ShardSums:
         index = next(i for i, group in enumerate(self._layout.groups) if group[0] <= param_id <= group[-1])
         return self.step_gradients()[index].narrow(0, offset - self._layout.stretches[index].offset, numel)
 
+    def zero_frozen(self) -> None:
+        """Zero what the step reads of frozen parameters."""
+        for number, param in enumerate(self._layout.params):
+            if not param.requires_grad:
+                self.step_shard(number).zero_()
+
     def unused_parameters(self) -> list[str]:
         """Return nothing: stage 3 has no ``ignore_unused_parameters``."""
         return []

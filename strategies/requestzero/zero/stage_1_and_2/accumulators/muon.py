@@ -69,6 +69,9 @@ class MuonAccumulator(DeviceAccumulator):
             for param_id, place in self._whole.items()
         ]
         self._updates = self._apply([whole / self._scale() for whole in wholes])
+        for param, update in zip(self._params.values(), self._unpadded(), strict=True):
+            if not param.requires_grad:
+                update.zero_()  # momentum alone makes an update, which would count in the norm
 
     @override
     def fragment(self, param_id: int) -> torch.Tensor:
