@@ -125,6 +125,39 @@ def test_a_failure_inside_a_backward_on_one_rank_says_what_to_do(two_fresh_ranks
     assert text.endswith("restart from the last checkpoint.")
 
 
+def sets_a_gradient_alone(engine: Any, other_aborts: bool) -> None:
+    """One rank sets its part of a gradient in the second request, which it then cannot abort any more."""
+    import deepspeed.comm as dist
+    from deepspeed.utils import safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+
+    engine.begin_request("before", micro_batches=1)
+    backward(engine, Micro(ALL, 1))
+    engine.begin_request("r", micro_batches=2)
+    backward(engine, Micro(ALL, 2, request_end=False))
+    param = next(engine.module.parameters())
+    if dist.get_rank() == 1 and hasattr(param, "ds_id"):
+        safe_set_local_grad(param, torch.ones_like(safe_get_local_grad(param)))
+    elif dist.get_rank() == 1:
+        safe_set_full_grad(param, torch.ones_like(param))
+    if dist.get_rank() == 1 or other_aborts:
+        engine.abort_request("bad data")
+    backward(engine, Micro(ALL, 3))
+
+
+@pytest.mark.parametrize(("stage", "other_aborts"), [(2, True), (3, True), (3, False)])
+def test_a_rank_that_alone_cannot_abort_ends_all(two_fresh_ranks: RankGroup, stage: int, other_aborts: bool) -> None:
+    zero = GATHERED if stage == 3 else {}
+    outcomes = two_fresh_ranks.run(
+        outcome, sets_a_gradient_alone, other_aborts, setup=Setup(stage=stage, zero=zero, config=ABORT)
+    )
+    assert {each.error for each in outcomes} == {"RankDisagreementError"}, outcomes
+    assert outcomes[0].text == outcomes[1].text
+    assert (
+        "rank 1: failed after micro-batch 1 of request 'r': RuntimeError: abort_request('bad data')" in outcomes[0].text
+    )
+    assert "has set a gradient of the window since it began" in outcomes[0].text
+
+
 def begins_badly(engine: Any) -> None:
     """One rank cannot even begin."""
     import deepspeed.comm as dist

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,10 +14,12 @@ import torch
 
 from requestzero.errors import RankDisagreementError
 from requestzero.rank_check import agreement
+from requestzero.rank_check.intent import Kind
 from requestzero.rank_check.rank_report import RankReport
 from requestzero.rank_check.watch import Watch
 from requestzero.zero.stage_1_and_2.bucket import Bucket
 from requestzero.zero.stage_1_and_2.gradient_reduction import GradientReduction
+from support.polling import polling_every
 
 
 class Work:
@@ -78,6 +82,34 @@ def test_a_rank_that_comes_no_more() -> None:
     waits: Any = watch(longest_wait=0.0)
     with pytest.raises(RankDisagreementError, match=r"has not come within 0 s, the process group's timeout"):
         waits.wait(Never(), nothing)
+
+
+STEPS = RankReport([Kind.APPLY, 1, 0], "steps")
+REDUCES = RankReport([Kind.REDUCTION, 1, 0], "reduces")
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_only_a_rank_that_looks_again_still_waits(served: bool) -> None:
+    """What a rank has published is no news where its machine does not serve it: its collective may be over."""
+    looks = count()
+    with polling_every(0.0):
+        waits: Any = watch()
+        waits._mailbox = SimpleNamespace(
+            **vars(waits._mailbox)
+            | {
+                "publish": lambda report: None,
+                "repeat": lambda: None,
+                "result": lambda: None,
+                "all_wait": lambda: True,
+                "reports": lambda: [replace(STEPS, looks=next(looks)), replace(REDUCES, looks=served * next(looks))],
+                "set_result": lambda text, engines: text,
+            }
+        )
+        if served:
+            with pytest.raises(RankDisagreementError, match=r"rank 0: steps\n  rank 1: reduces"):
+                waits.wait(Never(), lambda: STEPS)
+        else:
+            assert not waits.wait(Never(), lambda: STEPS, limit=0.2)
 
 
 def test_an_interrupted_wait_leaves_no_report() -> None:

@@ -337,7 +337,7 @@ def after_an_edit(setup: Setup, folder: str) -> list[str]:
 def test_a_late_abort_is_refused_on_all_ranks_alike(two_ranks: RankGroup, setup: Setup, tmp_path: Path) -> None:
     """After ``safe_set_full_grad``, which sets a gradient of the whole window, and after a save of the request."""
     for edited, saved in two_ranks.run(after_an_edit, setup, str(tmp_path)):
-        assert "safe_set_full_grad() has set a gradient of the window since it began" in edited
+        assert "safe_set_local_grad() has set a gradient of the window since it began" in edited
         assert "no request has begun since the last step, abort, zero_grad() or checkpoint" in saved
 
 
@@ -350,6 +350,11 @@ def moved_states(setup: Setup) -> None:
     move = RequestRollback.move
 
     def noted(self: RequestRollback, device: str) -> None:
+        """Also give up the memory that is moved from, which on the CPU is that which is moved to."""
+        before = [copy for copies in self._backups for copy in copies]
+        self._backups = [[copy.clone() for copy in copies] for copies in self._backups]
+        for copy in before:
+            copy.fill_(math.nan)
         move(self, device)
         devices.append(device)
         assert all(copy.device.type == torch.device(device).type for copies in self._backups for copy in copies)

@@ -9,10 +9,11 @@ same error.
 A rank that compares while the others wait in a gradient reduction would wait for ever, and so would they. Waits are
 therefore *watched*: a rank that has waited for a second puts a report into a mailbox of the process group's store.
 Where all ranks wait, for different things, none can go on, and all of them raise. A rank that computes is never taken
-for stuck.
+for stuck, nor is one that the machine does not serve.
 
 Read in this order: ``intent``, ``channel`` (compares intents), ``rank_report`` and ``mailbox`` (for ranks that wait),
-``watch`` (waits that end in an error), ``message`` (its text), ``comparison``, ``reduction_order``, ``request`` and
-``progress`` (how far a rank has come), ``interface`` (what an engine calls, and what that does for a rank alone),
-``agreement`` (what it does among several ranks), ``communication`` (DeepSpeed's reductions, watched).
+``standstill`` (all of them do), ``watch`` (waits that end in an error), ``message`` (its text), ``comparison``,
+``reduction_order``, ``request`` and ``progress`` (how far a rank has come), ``interface`` (what an engine calls, and
+what that does for a rank alone), ``agreement`` (what it does among several ranks), ``communication`` (DeepSpeed's
+reductions, watched).
 """

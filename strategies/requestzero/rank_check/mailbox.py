@@ -40,6 +40,11 @@ class Mailbox:
             self._shared.add("waiting", 1)
         self._published = report
 
+    def repeat(self) -> None:
+        """Publish the report anew: this rank still waits."""
+        assert self._published is not None
+        self.publish(replace(self._published, looks=(self._published.looks or 0) + 1))
+
     def withdraw(self) -> None:
         """Withdraw the report: this rank waits no more."""
         if self._published is not None:
@@ -61,7 +66,7 @@ class Mailbox:
             self._store.add("needs no result", 1)
 
     def _keep(self, report: RankReport) -> None:
-        self._store.set(f"left/{self._rank}", report.dump())
+        self._store.set(f"left/{self._rank}", replace(report, looks=None).dump())
         if not self._left:
             self._left = True
             self._store.add("left", 1)

@@ -13,6 +13,7 @@ from requestzero.errors import RankDisagreementError
 from requestzero.rank_check.mailbox import Mailbox
 from requestzero.rank_check.message import compose
 from requestzero.rank_check.rank_report import RankReport
+from requestzero.rank_check.standstill import Standstill
 
 _POLL_INTERVAL = timedelta(seconds=1)
 # Where all ranks wait, rank 0 is among them and compares the reports for all: a thousand ranks would overload the
@@ -34,7 +35,7 @@ class Watch:
     """Waits for collectives on behalf of one engine.
 
     A wait of less than a second costs nothing but the wait. After that the rank publishes a report, and polls once a
-    second for a result, or for all ranks to wait. If they do, at different places and in two polls in a row, then no
+    second for a result, or for all ranks to wait. If they do, at different places and in several looks of each, then no
     rank will ever come to where another waits. A rank that computes publishes nothing, and is never taken for stuck.
 
     Args:
@@ -74,7 +75,7 @@ class Watch:
 
     def _wait(self, work: Work, describe: Callable[[], RankReport], limit: float, at_once: bool) -> bool:
         published: list[RankReport] = []
-        seen: list[RankReport | None] = []
+        standstill = Standstill()
         start = time.monotonic()
         if at_once:
             self._publish(describe(), published)
@@ -86,7 +87,8 @@ class Watch:
                 return False
             if waited > self._longest_wait:
                 self._give_others_up()
-            seen = self._poll(describe, published, seen, compares=self._rank == 0 or poll % _POLLS_OF_OTHERS == 0)
+            compares = self._rank == 0 or poll % _POLLS_OF_OTHERS == 0
+            self._poll(describe, published, standstill if compares else None)
         if published:
             self._mailbox.withdraw()
         return True
@@ -113,29 +115,32 @@ class Watch:
             self._connection_lost(error)
 
     def _poll(
-        self,
-        describe: Callable[[], RankReport],
-        published: list[RankReport],
-        before: list[RankReport | None],
-        compares: bool,
-    ) -> list[RankReport | None]:
-        """Look for a result; return the reports of all ranks if all of them wait."""
+        self, describe: Callable[[], RankReport], published: list[RankReport], standstill: Standstill | None
+    ) -> None:
+        """Look for a result, and where ``standstill`` is given for one of all ranks."""
         try:
             result = self._mailbox.result()
-            if result is None and not published:
-                self._publish(describe(), published)
-            if not compares and result is None:
-                return before
-            reports = self._mailbox.reports() if result is None and self._mailbox.all_wait() else []
-            sent = [report for report in reports if report is not None]
-            all_wait = bool(reports) and len(sent) == len(reports)
-            if all_wait and len({str((each.engine, each.place)) for each in sent}) > 1 and reports == before:
-                result = self._mailbox.set_result(compose(reports), {each.engine for each in sent})
+            if result is None:
+                self._report(describe, published)
+                if standstill is not None and self._mailbox.all_wait():
+                    result = self._compare(standstill)
         except RuntimeError as error:
             self._connection_lost(error)
         if result is not None:
             self.raise_result(result)
-        return reports
+
+    def _report(self, describe: Callable[[], RankReport], published: list[RankReport]) -> None:
+        if published:
+            self._mailbox.repeat()
+        else:
+            self._publish(describe(), published)
+
+    def _compare(self, standstill: Standstill) -> str | None:
+        """Return the result if all ranks stand still; else ``None``."""
+        reports = self._mailbox.reports()
+        if not standstill.lasts(reports):
+            return None
+        return self._mailbox.set_result(compose(reports), {each.engine for each in reports if each is not None})
 
     def disagree(self, report: RankReport, seconds: float = _GRACE_PERIOD) -> NoReturn:
         """Gather the reports after a comparison by which all ranks know that they disagree, and raise."""

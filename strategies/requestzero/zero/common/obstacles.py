@@ -11,6 +11,6 @@ UNSEEN = (
     "of the request before: announce every request with begin_request(), or start backwards with engine.backward(loss)"
 )
 EDITED = (
-    "safe_set_full_grad() has set a gradient of the window since it began, which is one of all its requests: set "
-    "gradients before the step, when every request is there to stay"
+    "safe_set_full_grad() or safe_set_local_grad() has set a gradient of the window since it began, which is one of "
+    "all its requests: set gradients before the step, when every request is there to stay"
 )

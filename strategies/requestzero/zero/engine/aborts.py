@@ -35,12 +35,12 @@ class AbortingEngine(CheckpointingEngine):
 
         Raises:
             RuntimeError: there is no such request, or it cannot be undone; then nothing has changed.
-            RankDisagreementError: another rank does something else. With the option ``abort`` a rank may be before the
-                next backward of the request, or at the end of its block: it raises ``AbortRequest`` there.
+            RankDisagreementError: another rank does something else, or it alone can or cannot undo the request. With
+                the option ``abort`` a rank may be before the next backward of the request, or at the end of its block:
+                it raises ``AbortRequest`` there.
         """
-        problem = self._abort_problem()
-        if problem:
-            raise RuntimeError(f"abort_request({reason!r}) is not possible: {problem}.")
+        with self.failing_together():
+            self._refuse_abort(reason)
         reasons = self.agreement.abort(reason)
         window, rollback = self.update_window, self.optimizer.rollback
         name = rollback.name(window)
@@ -60,6 +60,12 @@ class AbortingEngine(CheckpointingEngine):
         self._unmanaged_backward_count = self.update_window.micro_batches
         if self._is_gradient_accumulation_boundary is False:
             self.set_gradient_accumulation_boundary(True)
+
+    def _refuse_abort(self, reason: str) -> None:
+        """Raise where :meth:`can_abort` is false."""
+        problem = self._abort_problem()
+        if problem:
+            raise RuntimeError(f"abort_request({reason!r}) is not possible: {problem}.")
 
     def _abort_problem(self) -> str:
         """Return why no request can be aborted now; empty where one can."""

@@ -9,7 +9,7 @@ from deepspeed import comm as dist
 from typing_extensions import override
 
 from requestzero.zero.engine.announcements import ends_together
-from requestzero.zero.engine.damaged_files import check_files, check_window
+from requestzero.zero.engine.damaged_files import check_files
 from requestzero.zero.engine.other_ranks import OtherRanksEngine
 from requestzero.zero.overflow.skips import SkipRecord
 from requestzero.zero.window_checkpoint import replacing, saving
@@ -167,10 +167,8 @@ class CheckpointingEngine(OtherRanksEngine):
         """
         self.agreement.before_checkpoint("loads")
         on_one_rank(self._moves_folders, lambda: _recover(Path(load_dir), tag))
-        share = (Path(load_dir), tag, self.global_rank, dist.get_world_size())
-        together(lambda: check_files(*share))
-        if not (discard_window or kwargs.get("load_module_only", False)):
-            together(lambda: check_window(*share))
+        with_window = not (discard_window or kwargs.get("load_module_only", False))
+        together(lambda: check_files(Path(load_dir), tag, self.global_rank, dist.get_world_size(), with_window))
         loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         self.agreement.before_collective("the end of a load")
         path, client_state = loaded

@@ -9,42 +9,43 @@ from requestzero.zero.window_checkpoint.record import SavedWindow
 from requestzero.zero.window_checkpoint.sums import check_file
 
 
-def check_files(load_dir: Path, tag: str | None, rank: int, ranks: int) -> None:
-    """Compare the checksums in this rank's share of the files that ``torch.save`` has written for a checkpoint.
+def check_files(load_dir: Path, tag: str | None, rank: int, ranks: int, with_window: bool) -> None:
+    """Compare the checksums in this rank's share of a checkpoint's files.
 
-    PyTorch writes them and does not read them, so that a changed bit would be a changed weight. Files of another
-    format, without an end, or without checksums (``torch.serialization.set_crc32_options(False)`` writes zeros) are
-    left to what reads them.
+    PyTorch writes checksums and does not read them, so that a changed bit would be a changed weight. Files of another
+    format than that of ``torch.save``, without an end, or without checksums
+    (``torch.serialization.set_crc32_options(False)`` writes zeros) are left to what reads them.
 
     Args:
         load_dir: folder of checkpoints.
         tag: name of one; ``None``: that in the file ``latest``.
         rank: of this process among those that share the folder.
         ranks: their number.
+        with_window: also look at the files with the sums of the open window.
 
     Raises:
         ValueError: a file is damaged.
     """
     folder = _folder(load_dir, tag)
-    files = [] if folder is None else sorted(folder.glob("*.pt"))
-    for file in files[rank::ranks]:
-        part = _damaged_part(file) if is_zipfile(file) else None
-        if part is not None:
-            raise ValueError(
-                f"{file} is damaged (the checksum of {part} differs): load an older checkpoint, as "
-                "load_checkpoint(folder, tag=...) does, or delete this one."
-            )
+    if folder is not None:
+        for file in sorted(folder.glob("*.pt"))[rank::ranks]:
+            _check_archive(file)
+        if with_window:
+            _check_window(folder, rank, ranks)
 
 
-def check_window(load_dir: Path, tag: str | None, rank: int, ranks: int) -> None:
-    """Compare the checksums of this rank's share of the files with sums of the open window. Arguments as above.
+def _check_archive(file: Path) -> None:
+    part = _damaged_part(file) if is_zipfile(file) else None
+    if part is not None:
+        raise ValueError(
+            f"{file} is damaged (the checksum of {part} differs): load an older checkpoint, as "
+            "load_checkpoint(folder, tag=...) does, or delete this one."
+        )
 
-    Raises:
-        ValueError: a file is damaged.
-    """
-    folder = _folder(load_dir, tag)
-    saved = None if folder is None else SavedWindow.read(folder)
-    if folder is not None and saved is not None:
+
+def _check_window(folder: Path, rank: int, ranks: int) -> None:
+    saved = SavedWindow.read(folder)
+    if saved is not None:
         for number in range(rank, saved.data_parallel_ranks, ranks):
             check_file(folder, number, saved.ranks[number].checksum)
 
