@@ -11,6 +11,7 @@ import torch
 from requestzero.doctor.stock_losses import Loss, stock_run
 from support.ranks import RankGroup
 from support.recorded_windows import TwoLayers
+from support.releases import needs_deepspeed
 from support.setup import Setup
 from support.windows import LR
 
@@ -128,6 +129,7 @@ def weights(engine: Any) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in parameters]
 
 
+@needs_deepspeed("the doctor speaks of its optimizer")
 @pytest.mark.parametrize("name", GRID)
 def test_the_result_is_what_deepspeed_does(two_ranks: RankGroup, name: str) -> None:
     losses = set(stock_run(GRID[name]).losses)

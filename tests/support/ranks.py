@@ -17,18 +17,39 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from support.preloaded.server import remember_machine
 
 
 class RankError(AssertionError):
-    """A rank raised, died, or did not finish in time."""
+    """A rank raised, died, or did not finish in time.
+
+    Args:
+        text: with the ranks' tracebacks.
+        errors: of the ranks that raised, without tracebacks.
+    """
+
+    def __init__(self, text: str, errors: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.errors = errors
+
+
+class Failure(NamedTuple):
+    """An exception on a rank."""
+
+    traceback: str
+    error: str
+    """Kind and text of the exception alone."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        return cls("".join(traceback.format_exception(error)), "".join(traceback.format_exception_only(error)))
 
 
 class RankGroup:
@@ -78,7 +99,7 @@ class RankGroup:
 
     def _collect(self, deadline: float, name: str, timeout: float) -> dict[int, Any]:
         results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
+        failures: dict[int, Failure] = {}
         while len(results) + len(failures) < self.world_size:
             waiting = {self._workers[r][1]: r for r in range(self.world_size) if r not in results and r not in failures}
             # After one rank has failed the others may wait for it forever: give them a moment to fail by themselves.
@@ -91,10 +112,12 @@ class RankGroup:
                 try:
                     succeeded, value = pipe.recv()
                 except EOFError:
-                    succeeded, value = False, f"the process died (exit code {self._exit_code(rank)})"
+                    died = f"the process died (exit code {self._exit_code(rank)})"
+                    succeeded, value = False, Failure(died, died)
                 (results if succeeded else failures)[rank] = value
         if failures:
-            raise RankError("\n".join(f"--- {name} on rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
+            texts = [f"--- {name} on rank {rank}:\n{each.traceback}" for rank, each in sorted(failures.items())]
+            raise RankError("\n".join(texts), [each.error for each in failures.values()])
         missing = sorted(set(range(self.world_size)) - set(results))
         if missing:
             raise RankError(
@@ -158,9 +181,9 @@ def _has_cuda() -> bool:
 def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
     try:
         _join(rank, world_size, rendezvous)
-    except BaseException:
+    except BaseException as error:
         pipe.recv()
-        pipe.send((False, traceback.format_exc()))
+        pipe.send((False, Failure.of(error)))
         return
     gc.freeze()  # DeepSpeed and Accelerate collect garbage often, which would look at all that was imported each time
     while True:
@@ -172,9 +195,9 @@ def _worker(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> No
             _destroy_engines()
             with _nothing_left_behind():
                 pipe.send((True, function(*args, **kwargs)))
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):  # the group has been stopped
-                pipe.send((False, traceback.format_exc()))
+                pipe.send((False, Failure.of(error)))
 
 
 def _destroy_engines() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,15 @@ import pytest
 from support.preloaded import executable
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+
+
+class ProgramError(AssertionError):
+    """A program has not ended well; its argument is what it has printed."""
+
+    @property
+    def errors(self) -> list[str]:
+        """The exceptions in it, without their tracebacks."""
+        return re.findall(r"(?ms)^[\w.]+(?:Error|Exception): .*?(?=^Traceback|^$|\Z)", str(self))
 
 
 def start(*arguments: str, python: str | None = None, **environment: str) -> subprocess.Popen[str]:
@@ -46,7 +56,8 @@ def finish(process: subprocess.Popen[str], timeout: float = 150.0) -> str:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         pytest.fail(f"not done after {timeout:.0f} s:\n{output}")
-    assert process.returncode == 0, output
+    if process.returncode != 0:
+        raise ProgramError(output)
     return output
 
 

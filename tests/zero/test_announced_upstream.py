@@ -15,9 +15,12 @@ from support.announced_upstream import OPTION, announced, announced_config
 from support.engines import build
 from support.grid import PLACES, SUMS, every_place, every_sum
 from support.ranks import RankGroup
+from support.releases import needs_deepspeed
 from support.setup import Setup
 from support.updates import run_windows
 from support.windows import ALL, Micro, Window, backward, reference, wrong_updates
+
+pytestmark = needs_deepspeed("the stand-in changes methods of its optimizer")
 
 # Every parameter takes part in every backward: what the announced changes make right.
 REGULAR: list[Window] = [

@@ -26,6 +26,16 @@ from support.setup import Setup
 from support.windows import Layers
 
 
+@pytest.mark.parametrize("config", [{"disable_python_gc": True}, {"data_types": {"keep_in_fp32_modules": ["norm"]}}])
+def test_a_key_that_only_a_later_deepspeed_reads_is_refused(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    for name in ("DISABLE_PYTHON_GC", "KEEP_IN_FP32_MODULES"):
+        monkeypatch.delattr(f"deepspeed.runtime.constants.{name}", raising=False)
+    with pytest.raises(ValueError, match=r"in config is not possible: the installed DeepSpeed does not read it"):
+        requestzero.initialize(model=Layers(), config={"zero_optimization": {"stage": 2}, **config})
+
+
 def built_from(source: str, folder: str) -> tuple[bool, int, dict[str, Any]]:
     import torch
 

@@ -10,6 +10,7 @@ import pytest
 from support.engines import build
 from support.grid import every_place
 from support.ranks import RankGroup
+from support.releases import is_deepspeed_since
 from support.setup import Setup
 from support.windows import OUTS, Micro, backward, reference
 
@@ -48,5 +49,6 @@ def test_replicated_parameters_are_counted_once(
     assert ours == pytest.approx(hypot(*counted), rel=1e-6)
     assert ours != pytest.approx(hypot(*norms), rel=1e-3), "counting all of them would be seen"
     assert reads == 1
-    if (stage, accum) != (1, "fp32") or offload:  # stock's is BF16_Optimizer there
+    # Stock's is BF16_Optimizer there; an older one counts more.
+    if ((stage, accum) != (1, "fp32") or offload) and is_deepspeed_since("0.19.8"):
         assert two_ranks.run(norm, setup, model_parallel_rank, False)[0][0] == pytest.approx(ours, rel=1e-6)

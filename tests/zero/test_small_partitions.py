@@ -12,6 +12,7 @@ from support.grid import every_place, every_sum
 from support.models import Few
 from support.overflow_configs import UNCHECKED_BF16
 from support.ranks import RankGroup
+from support.releases import is_deepspeed_since
 from support.setup import Setup
 from support.windows import LR
 
@@ -132,7 +133,7 @@ def nan_with_clipping(offload: bool, requestzero: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_unchecked_nan_still_clips_the_rest(two_ranks: RankGroup, offload: bool) -> None:
-    for requestzero in (True, False):
+    for requestzero in (True, False) if is_deepspeed_since("0.19.8") else (True,):  # an older stock differs
         poisoned, other = two_ranks.run(nan_with_clipping, offload, requestzero)[0]
         assert poisoned.isnan().all()
         assert torch.equal(other, torch.zeros(4)), "as in DeepSpeed"

@@ -85,7 +85,7 @@ def check_top_level_keys(config: Config, source: str) -> None:
                 raise ValueError(
                     f"{name}.{key} in {source} is no option of DeepSpeed's {name}.{did_you_mean(str(key), known)}"
                 )
-    _refuse_unread_keys(config, source)
+    refuse_unread_keys(config, source)
     check_own_keys(config, source)
 
 
@@ -96,7 +96,13 @@ def unread_keys() -> set[str]:
     return {key for key, constant in _NEWER_KEYS.items() if not hasattr(constants, constant)}
 
 
-def _refuse_unread_keys(config: Config, source: str) -> None:
+def refuse_unread_keys(config: Config, source: str) -> None:
+    """Raise ValueError for a key that the installed DeepSpeed, an older one, would skip without a word.
+
+    Args:
+        config: a DeepSpeed config.
+        source: its place, for messages.
+    """
     for key in _NEWER_KEYS:
         # DeepSpeed, which is slow to import, is asked last.
         if look_up(config, key) is not None and key in unread_keys():

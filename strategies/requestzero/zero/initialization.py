@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from requestzero.config.cpu_adam import builds_cpu_adam
 from requestzero.config.engine_options import take_engine_options
 from requestzero.config.files import load_config
+from requestzero.config.keys import refuse_unread_keys
 from requestzero.config.nested import Config, section_of
 from requestzero.config.stage_3 import STAGE as STAGE_3
 from requestzero.config.stage_3 import check_model_parallelism
@@ -70,9 +71,9 @@ def initialize(
 
     Raises:
         ImportError: the installed DeepSpeed is not supported, or not at stage 3.
-        ValueError: the configuration was given in no argument or in several, cannot be read, or asks for stage 0,
-            ZenFlow, a pipeline module, DeepCompile, the hybrid engine, or what stage 3 refuses; or stage 3 was given
-            no optimizer, or model parallelism.
+        ValueError: the configuration was given in no argument or in several, cannot be read, has a key that only a
+            later DeepSpeed reads, or asks for stage 0, ZenFlow, a pipeline module, DeepCompile, the hybrid engine, or
+            what stage 3 refuses; or stage 3 was given no optimizer, or model parallelism.
         RuntimeError: the configuration's optimizer is DeepSpeed's CPU Adam, and it cannot be compiled.
 
     Example::
@@ -126,4 +127,6 @@ def _take_config(args: Any, config: Any, config_params: Any) -> tuple[Any, Confi
             f"The DeepSpeed configuration was given in {', '.join(found) or 'no argument'}: give it once, as config=."
         )
     name, value = found.popitem()
-    return args, load_config(value, name)
+    loaded = load_config(value, name)
+    refuse_unread_keys(loaded, name)
+    return args, loaded

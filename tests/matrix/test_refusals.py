@@ -1,0 +1,28 @@
+"""What counts as refused in the cells of the matrix: a test's own exception, and not any text near it."""
+
+from __future__ import annotations
+
+import pytest
+from refusals import texts
+
+from support.ranks import RankError
+from support.scripts import ProgramError
+
+REFUSED = "ValueError: Muon is not allowed with this version of DeepSpeed"
+
+
+def test_of_ranks_their_own_errors_count() -> None:
+    error = RankError(f"--- run on rank 0:\n# {REFUSED}\nKeyError: 'other'", ["KeyError: 'other'"])
+    assert list(texts(error)) == ["KeyError: 'other'"]
+
+
+def test_what_a_test_has_met_in_the_place_of_another_error_counts() -> None:
+    with pytest.raises(AssertionError) as found, pytest.raises(ValueError, match="another text"):
+        raise ValueError(REFUSED)
+    assert REFUSED in list(texts(found.value))
+
+
+def test_of_programs_the_errors_in_their_output_count() -> None:
+    output = f"a line\nTraceback (most recent call last):\n  raise # {REFUSED}\nImportError: one\nmore of it\n\nlast"
+    assert list(texts(ProgramError(output))) == ["ImportError: one\nmore of it\n"]
+    assert list(texts(ProgramError("nothing"))) == ["nothing"]
