@@ -98,7 +98,7 @@ def test_only_a_rank_that_looks_again_still_waits(served: bool) -> None:
             **vars(waits._mailbox)
             | {
                 "publish": lambda report: None,
-                "repeat": lambda: None,
+                "confirm": lambda: None,
                 "result": lambda: None,
                 "all_wait": lambda: True,
                 "reports": lambda: [replace(STEPS, looks=next(looks)), replace(REDUCES, looks=served * next(looks))],

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -354,6 +355,32 @@ def a_load_rounds_the_optimizer_state() -> Result:
         loaded.load_checkpoint(folders[0])
         torch.distributed.barrier()
     return momentum(engine), momentum(loaded)
+
+
+@dataclass
+class Outputs:
+    """Outputs of a model, in an object into which DeepSpeed does not look for tensors."""
+
+    loss: torch.Tensor
+
+
+class InDataclass(Weights):
+    """The two weights, with the loss in a dataclass."""
+
+    def forward(self, gradients: Micro) -> Outputs:  # type: ignore[override]
+        return Outputs(super().forward(gradients))
+
+
+def plain_loop(engine: Any, *windows: list[Micro]) -> list[float]:
+    """Train as the engine counts; return what the last window has applied to a and b."""
+    before = weights(engine)
+    for window in windows:
+        before = weights(engine)
+        for gradients in window:
+            outputs = engine(gradients)
+            (outputs.loss if isinstance(outputs, Outputs) else outputs).backward()
+            engine.step()
+    return [x - y for x, y in zip(before, weights(engine), strict=True)]
 
 
 FAULTS: list[Callable[[], Result]] = [

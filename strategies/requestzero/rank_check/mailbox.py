@@ -40,10 +40,9 @@ class Mailbox:
             self._shared.add("waiting", 1)
         self._published = report
 
-    def repeat(self) -> None:
-        """Publish the report anew: this rank still waits."""
-        assert self._published is not None
-        self.publish(replace(self._published, looks=(self._published.looks or 0) + 1))
+    def confirm(self) -> None:
+        """Let the others know that this rank still waits where it has published."""
+        self._shared.add(f"looks/{self._rank}", 1)
 
     def withdraw(self) -> None:
         """Withdraw the report: this rank waits no more."""
@@ -66,7 +65,7 @@ class Mailbox:
             self._store.add("needs no result", 1)
 
     def _keep(self, report: RankReport) -> None:
-        self._store.set(f"left/{self._rank}", replace(report, looks=None).dump())
+        self._store.set(f"left/{self._rank}", report.dump())
         if not self._left:
             self._left = True
             self._store.add("left", 1)
@@ -80,8 +79,11 @@ class Mailbox:
         return [self._report(rank) for rank in range(self._world_size)]
 
     def _report(self, rank: int) -> RankReport | None:
-        text = _read(self._shared, f"report/{rank}") or _read(self._store, f"left/{rank}")
-        return RankReport.parse(text) if text else None
+        waiting = _read(self._shared, f"report/{rank}")
+        if waiting:
+            return replace(RankReport.parse(waiting), looks=int(self._shared.add(f"looks/{rank}", 0)))
+        left = _read(self._store, f"left/{rank}")
+        return RankReport.parse(left) if left else None
 
     def result(self) -> str | None:
         """Return the result, if a rank has set it."""

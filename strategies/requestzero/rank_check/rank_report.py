@@ -20,8 +20,8 @@ class RankReport:
     """Micro-batches of the open update window."""
     engine: str = ""
     """Name of the engine whose check waits, the same on all ranks."""
-    looks: int | None = 0
-    """Times that the rank has published this anew since it began to wait; ``None``: it will wait no more."""
+    looks: int | None = None
+    """Times that the rank has looked for the others while it waited, here and before; ``None``: it waits no more."""
 
     @classmethod
     def of(cls, intent: Intent, parameters: list[str] | None = None) -> RankReport:

@@ -15,8 +15,8 @@ class Standstill:
     """Follows the reports of all ranks during one wait.
 
     A report says where a rank has waited, not that it still does: a collective may be over on one rank, which goes on
-    and waits elsewhere, while another has not been given the processor to notice. So each rank publishes its report
-    anew after every interval of its wait, and a standstill is one in which all have done so since they were seen in it.
+    and waits elsewhere, while another has not been given the processor to notice. So each rank confirms its report
+    after every interval of its wait, and a standstill is one in which all have done so since they were seen in it.
     """
 
     def __init__(self) -> None:

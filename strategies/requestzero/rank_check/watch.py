@@ -131,7 +131,7 @@ class Watch:
 
     def _report(self, describe: Callable[[], RankReport], published: list[RankReport]) -> None:
         if published:
-            self._mailbox.repeat()
+            self._mailbox.confirm()
         else:
             self._publish(describe(), published)
 
