@@ -84,16 +84,23 @@ def overlay(package: str, version: str, folder: Path) -> str:
 
 def build(cell: Cell, place: Path) -> None:
     """Make an environment with another Python: the cell's packages, and this package with its tests' needs."""
-    python = shutil.which(f"python{cell.python}")
-    if python is None:
-        raise SystemExit(f"{cell.name}: there is no python{cell.python} on the PATH.")
-    subprocess.run([python, "-m", "venv", "--clear", str(place)], check=True)
+    assert cell.python is not None
+    subprocess.run([interpreter(cell.python), "-m", "venv", "--clear", str(place)], check=True)
     inside, pins = str(place / "bin/python"), place / "constraints.txt"
     pins.write_text("".join(f"{package}=={version}\n" for package, version in cell.packages.items()))
     with patch.dict(os.environ, PIP_CONSTRAINT=str(pins)):  # in the place of the machine's own constraints
         pip(inside, "torch", *BUILD)
         pip(inside, "--no-build-isolation", "-e", f"{ROOT}[dev]")
     (place / "built").touch()
+
+
+def interpreter(version: str) -> str:
+    """Return a Python of this version that runs, which not everything of that name on the PATH does."""
+    for folder in os.environ["PATH"].split(os.pathsep):
+        python = shutil.which(f"python{version}", path=folder)
+        if python and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return python
+    raise SystemExit(f"There is no python{version} on the PATH that runs.")
 
 
 def pip(python: str, *arguments: str) -> None:
