@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -268,8 +269,11 @@ def test_on_a_gpu_the_result_is_kept(
 # --- its time ---------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is put forward when the long wait begins, however long the ranks' start has taken."""
+def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The clock is put forward when the long wait begins, however long the ranks' start has taken.
+
+    What they print goes to the standard error: the standard output may be JSON.
+    """
     ahead = 0.0
 
     def tell(text: str) -> None:
@@ -282,6 +286,8 @@ def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, run = run_group(Group("ranks", 1, "cpu", limit=300.0), True, time.monotonic(), tell)
     assert (machine, run.passed) == (None, False)
     assert run.failure == "at a long wait: ended, since it was not done after 300 s"
+    printed = capfd.readouterr()
+    assert ("from C++" in printed.out, "from C++" in printed.err) == (False, True)
 
 
 def hanging(work: Any, *args: Any, **options: Any) -> Launch:
@@ -289,6 +295,7 @@ def hanging(work: Any, *args: Any, **options: Any) -> Launch:
 
 
 def wait_long(report: Callable[[str], None]) -> None:
+    os.write(1, b"from C++")
     report("a long wait")
     time.sleep(600)
 

@@ -112,6 +112,7 @@ def _rank(rank: int, launch: Launch, folder: str, pipe: Connection) -> None:
         if rank == 0:
             pipe.send(text)
 
+    os.dup2(2, 1)  # libraries print there from C++, as gloo does in PyTorch 2.9, and the command may print JSON
     report("imports")
     group = process_group(rank, launch.ranks, launch.device, folder, launch.shares_device, launch.longest_wait)
     with group, _quiet():
