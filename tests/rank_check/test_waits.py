@@ -90,7 +90,7 @@ REDUCES = RankReport([Kind.REDUCTION, 1, 0], "reduces")
 
 @pytest.mark.parametrize("served", [False, True])
 def test_only_a_rank_that_looks_again_still_waits(served: bool) -> None:
-    """What a rank has published is no news where its machine does not serve it: its collective may be over."""
+    """A report is no news of a rank that its machine does not serve: its collective may be over."""
     looks = count()
     with polling_every(0.0):
         waits: Any = watch()
