@@ -94,9 +94,10 @@ def test_sum_divides_by_nothing(two_ranks: RankGroup) -> None:
         assert ours["updates"][0]["weights"] == (-data(8, 2)[:8].sum(0) / 2 * 0.5).tolist()
 
 
-def test_clipping_is_that_of_ddp(two_ranks: RankGroup) -> None:
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_clipping_is_that_of_ddp(two_ranks: RankGroup, by_torch: bool) -> None:
     for name in ("stage 1", "stage 2", "stage 2 offload", "stage 3 offload"):
-        for ours, plain in both(two_ranks, plugin=PLUGINS[name], n=2, clip=0.75):
+        for ours, plain in both(two_ranks, plugin=PLUGINS[name], n=2, clip=0.75, clip_by_torch=by_torch):
             assert min(update["norm"] for update in plain["updates"]) > 0.75
             for update, expected in zip(ours["updates"], plain["updates"], strict=True):
                 assert update["norm"] == pytest.approx(expected["norm"], rel=1e-6)

@@ -72,6 +72,11 @@ def clip_by_value(launched: Fabric, model: Any, optimizer: Any) -> None:
     launched.clip_gradients(model, optimizer, clip_val=0.5)
 
 
+def clip_by_torch(launched: Fabric, model: Any, optimizer: Any) -> None:
+    for max_norm in (0.25, 4.0, float("inf")):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, error_if_nonfinite=True)
+
+
 def train(chosen: Any, before_step: Callable[..., None], discards: bool = False) -> list[torch.Tensor]:
     launched, model, optimizer = set_up(chosen)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -105,11 +110,12 @@ def test_zero_grad_discards_what_came_before(two_ranks: RankGroup, stage: int, o
     assert same(two_ranks.run(train, strategy(stage, offload), before_nothing, True), under_ddp)
 
 
+@pytest.mark.parametrize("clip", [clip_by_norm, clip_by_torch])
 @pytest.mark.parametrize(("stage", "offload"), PLACES)
-def test_clipping_by_norm(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+def test_clipping_by_norm(two_ranks: RankGroup, stage: int, offload: bool, clip: Callable[..., None]) -> None:
     """To the rounding of the norm: ZeRO adds up its squares in another order, and divides by it elsewhere."""
     under_ddp = two_ranks.run(train, "ddp", clip_by_norm)
-    for ours, theirs in zip(two_ranks.run(train, strategy(stage, offload), clip_by_norm), under_ddp, strict=True):
+    for ours, theirs in zip(two_ranks.run(train, strategy(stage, offload), clip), under_ddp, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert not same(under_ddp, two_ranks.run(train, "ddp", before_nothing))
 
@@ -273,7 +279,7 @@ def test_a_discarded_window_takes_its_clipping_with_it(two_ranks: RankGroup) -> 
     assert two_ranks.run(clipped_and_discarded) == [True] * 2
 
 
-def clipped_too_early() -> list[str]:
+def clipped_too_early() -> list[tuple[str, str]]:
     launched, model, optimizer = set_up(strategy())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -282,11 +288,12 @@ def clipped_too_early() -> list[str]:
             launched.clip_gradients(model, optimizer, max_norm=1.0)
             accumulate(launched, model, window)
             optimizer.step()
-    return [str(each.message) for each in caught if "clipped" in str(each.message)]
+    return [(str(each.message), each.filename) for each in caught if "clipped" in str(each.message)]
 
 
-def test_a_backward_after_clipping_is_told(two_ranks: RankGroup) -> None:
-    (told,), nothing = two_ranks.run(clipped_too_early)
+def test_a_backward_after_clipping_is_told_at_the_line_of_the_step(two_ranks: RankGroup) -> None:
+    ((told, file),), nothing = two_ranks.run(clipped_too_early)
+    assert file == __file__
     assert told.startswith("4 backward(s) came after the window's gradient was clipped: the step clips the whole sum")
     assert not nothing
 

@@ -98,10 +98,35 @@ def train(program: Callable[[int | None], torch.nn.Module], stage: int | None) -
 
 
 @pytest.mark.parametrize(
-    ("program", "stage"), [(lightning, 1), (fabric, 2), (accelerate, 1), (accelerate, 2), (compiled_before, 2)]
+    ("program", "stage"),
+    [(lightning, 1), (lightning, 3), (fabric, 2), (fabric, 3), (accelerate, 1), (accelerate, 3), (compiled_before, 2)],
 )
-def test_weights_are_those_without_compiling(one_rank: RankGroup, program: Any, stage: int) -> None:
-    ((expected, nothing),) = one_rank.run(train, program, None)
-    ((found, compiled),) = one_rank.run(train, program, stage)
-    torch.testing.assert_close(found, expected)
-    assert (nothing, compiled > 0) == (0, True)
+def test_weights_are_those_without_compiling(two_ranks: RankGroup, program: Any, stage: int) -> None:
+    expected = two_ranks.run(train, program, None)
+    for (found, compiled), (weights, nothing) in zip(two_ranks.run(train, program, stage), expected, strict=True):
+        torch.testing.assert_close(found, weights)
+        assert (nothing, compiled > 0) == (0, True)
+
+
+def fits_of_other_strategies() -> tuple[list[torch.Tensor], list[torch.Tensor], str]:
+    """A compiled and a plain module under DDP after a fit of ours; the error for a stock ``DeepSpeedStrategy``."""
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+    from lightning.pytorch.trainer import trainer as trainers
+
+    lightning(1)
+    found = []
+    for compiles in (True, False):
+        module = Net()
+        given: Any = torch.compile(module, backend=BACKEND) if compiles else module
+        trainer_of("ddp", max_epochs=1).fit(given, data(4))
+        found.append(copies(module))
+    stock: Any = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
+    with pytest.raises(RuntimeError) as refused:
+        trainers._verify_strategy_supports_compile(trainers._maybe_unwrap_optimized(torch.compile(Net())), stock)
+    return found[0], found[1], str(refused.value)
+
+
+def test_trainers_of_other_strategies_are_as_before(one_rank: RankGroup) -> None:
+    ((compiled, plain, refused),) = one_rank.run(fits_of_other_strategies)
+    torch.testing.assert_close(compiled, plain)
+    assert "incompatible with the current strategy: `DeepSpeedStrategy`" in refused

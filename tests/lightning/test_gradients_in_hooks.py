@@ -64,6 +64,18 @@ def torch_clipping(kind: str) -> list[float]:
     return fitted(kind, Clipping(), accumulate_grad_batches=4)
 
 
+def torch_clipping_in_manual_steps(kind: str) -> list[float]:
+    class Clipping(ManualNet):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            clip_grad_norm_(self.parameters(), LIMIT)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return fitted(kind, Clipping())
+
+
 def torch_clipping_by_hand(kind: str) -> list[float]:
     class Clipping(ManualNet):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -129,6 +141,7 @@ def norms(kind: str) -> list[float]:
         clipped_and_discarded,
         clipping_hook,
         torch_clipping,
+        torch_clipping_in_manual_steps,
         torch_clipping_by_hand,
         edits,
         edits_through_data,
@@ -192,9 +205,15 @@ class TooEarly(ManualNet):
         self.manual_backward(self.loss(batch))
 
 
+class InsideAWindow(Net):
+    def on_after_backward(self) -> None:
+        clip_grad_norm_(self.parameters(), LIMIT)
+
+
 def fit_of(cls: type[Net]) -> list[float]:
     module = cls()
-    trainer_of("stage2").fit(module, data())
+    windows = {"accumulate_grad_batches": 2} if module.automatic_optimization else {}
+    trainer_of("stage2", **windows).fit(module, data())
     return weights(module)
 
 
@@ -203,6 +222,7 @@ def fit_of(cls: type[Net]) -> list[float]:
     [
         (ByValue, r"^ValueError: clip_gradients\(gradient_clip_algorithm='value'\) is not possible"),
         (TooEarly, r"^RuntimeError: A backward after self.clip_gradients"),
+        (InsideAWindow, r"^RuntimeError: A backward after self.clip_gradients"),
     ],
 )
 def test_what_cannot_be_clipped(two_ranks: RankGroup, cls: type[Net], message: str) -> None:

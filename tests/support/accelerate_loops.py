@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.nn.utils import clip_grad_norm_
 
 import requestzero.accelerate
 from requestzero import RequestZeROPlugin
@@ -32,6 +33,8 @@ class Loop:
     """Per rank and epoch."""
     epochs: int = 1
     clip: float | None = None
+    clip_by_torch: bool = False
+    """By PyTorch's function, imported before there is an engine."""
     optimizer: str = "sgd"
     lr: float = 0.5
     schedule: bool = True
@@ -95,7 +98,8 @@ def train(loop: Loop, environment: dict[str, str] | None = None) -> dict[str, An
                         accelerator.backward(model(batch))
                     norm = None
                     if accelerator.sync_gradients and loop.clip is not None:
-                        norm = float(accelerator.clip_grad_norm_(model.parameters(), loop.clip))
+                        function = clip_grad_norm_ if loop.clip_by_torch else accelerator.clip_grad_norm_
+                        norm = float(function(model.parameters(), loop.clip))
                     optimizer.step()
                     if loop.schedule:
                         scheduler.step()

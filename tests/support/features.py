@@ -51,6 +51,10 @@ FEATURES = (
     _lightning("`self.clip_gradients` in manual optimization", f"{_HOOKS}::test_gradients_in_hooks[manual_clipping]"),
     _lightning("an own `configure_gradient_clipping`", f"{_HOOKS}::test_gradients_in_hooks[clipping_hook]"),
     _lightning("`clip_grad_norm_` in `on_before_optimizer_step`", f"{_HOOKS}::test_gradients_in_hooks[torch_clipping]"),
+    _lightning(
+        "`clip_grad_norm_` in a manual `training_step`",
+        f"{_HOOKS}::test_gradients_in_hooks[torch_clipping_in_manual_steps]",
+    ),
     _lightning("gradients changed in `on_before_optimizer_step`", f"{_HOOKS}::test_gradients_in_hooks[edits]"),
     _lightning("gradients and `grad_norm` read there", f"{_HOOKS}::test_gradients_in_hooks[norms]"),
     _lightning("`self.clip_gradients` by value", f"{_HOOKS}::test_what_cannot_be_clipped[ByValue]", Outcome.REFUSED),
@@ -146,6 +150,7 @@ FEATURES = (
     Feature(
         "`clip_gradients(clip_val=...)` at stages 1 and 2", FABRIC, Outcome.SAME, f"{_FABRIC}::test_clipping_by_value"
     ),
+    Feature("`torch.nn.utils.clip_grad_norm_`", FABRIC, Outcome.SAME, f"{_FABRIC}::test_clipping_by_norm"),
     Feature("`optimizer.step(closure)`", FABRIC, Outcome.SAME, f"{_FABRIC}::test_a_closure_runs_before_the_step"),
     Feature(
         "several models, each with its optimizer",
@@ -184,6 +189,30 @@ FEATURES = (
         ACCELERATE,
         Outcome.SAME,
         "accelerate/test_loop.py::test_updates_are_those_of_ddp_bit_for_bit",
+    ),
+    Feature(
+        "`torch.nn.utils.clip_grad_norm_`",
+        ACCELERATE,
+        Outcome.SAME,
+        "accelerate/test_loop.py::test_clipping_is_that_of_ddp",
+    ),
+    Feature(
+        "`clip_grad_norm_` of some parameters, with another norm, and `clip_grad_value_`, at stages 1 and 2",
+        ACCELERATE,
+        Outcome.SAME,
+        "zero/test_torch_clipping.py::test_they_clip_as_in_plain_pytorch",
+    ),
+    Feature(
+        "the same at stage 3",
+        ACCELERATE,
+        Outcome.REFUSED,
+        "zero/test_torch_clipping.py::test_stage_3_clips_all_parameters_by_their_norm",
+    ),
+    Feature(
+        "weights written between updates, at stage 3 in a gathered block",
+        ACCELERATE,
+        Outcome.SAME,
+        "zero/test_written_weights_stage_3.py::test_gathered_writes_count",
     ),
     Feature(
         "last, shorter window of a loader, divided by its own count where DDP divides by N",

@@ -62,6 +62,44 @@ def rates(trainer: Any) -> list[float]:
     return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
 
 
+def arguments_of(kind: str) -> Any:
+    from requestzero.transformers import RequestZeROTrainingArguments
+
+    given = quiet(per_device_train_batch_size=2, gradient_accumulation_steps=2, optim="adamw_torch", max_steps=2)
+    if kind == "plain":
+        return with_documented_line(None, given)
+    if kind == "plugin":
+        return with_documented_line(STAGE_2, given, reduce_gradients_at="request")
+    return RequestZeROTrainingArguments(
+        deepspeed={**STAGE_2, "requestzero": {"reduce_gradients_at": "request"}}, **given
+    )
+
+
+def searched(kind: str) -> list[Any]:
+    """Two trials, each of which begins as ``hyperparameter_search`` has it."""
+    from transformers import Trainer
+    from transformers.trainer_utils import HPSearchBackend
+
+    with fresh():
+        trainer: Any = Trainer(args=arguments_of(kind), model_init=tiny_llama, train_dataset=make_rows())
+        trainer.hp_search_backend = HPSearchBackend.RAY  # whose trials are plain dicts
+        found: list[Any] = []
+        for trial in ({"learning_rate": 1e-2}, {"learning_rate": 3e-2, "gradient_accumulation_steps": 3}):
+            trainer.train(trial=trial)
+            found.append(weights(trainer))
+            if kind != "plain":
+                assert type(trainer.model_wrapped).__name__ == "RequestZeROEngine"
+                assert trainer.model_wrapped.options.reduce_gradients_at == "request"
+        return found
+
+
+@pytest.mark.parametrize("kind", ["plugin", "arguments"])
+def test_trials_of_a_hyperparameter_search(two_ranks: RankGroup, kind: str) -> None:
+    expected, found = (two_ranks.run(searched, each)[0] for each in ("plain", kind))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def train_twice(deepspeed: Any, model_init: bool = False) -> list[Any]:
     with fresh():
         trainer = make_trainer(deepspeed, model_init)

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from requestzero.accelerate.checks import check_construction, check_objects, check_steps, replaced_by_cpu_adam
-from requestzero.accelerate.clipping import check_parameters
 from requestzero.accelerate.config_scheduler import ConfigScheduler, start_scheduler
 from requestzero.accelerate.engine import RequestZeROEngineWrapper
 from requestzero.accelerate.engine_config import choose_sizes, data_loaders, engine_config
@@ -33,7 +32,7 @@ from requestzero.accelerate.trainer import install_if_imported
 from requestzero.config.cpu_adam import builds_cpu_adam
 from requestzero.data.micro_batch_loader import MicroBatchLoader
 from requestzero.environment.cpu_adam import compile_cpu_adam
-from requestzero.zero.clipping import check_norm_type
+from requestzero.zero.clipping import check_norm_type, check_parameters
 from requestzero.zero.process_group import without_inference_operator
 from requestzero.zero.window_checkpoint.replacing import recover
 from requestzero.zero.window_checkpoint.together import on_one_rank
@@ -356,4 +355,4 @@ class Accelerator(StockAccelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         check_norm_type("clip_grad_norm_", norm_type)
         check_parameters(wrapper.engine, parameters)
-        return wrapper.clip(float(max_norm))
+        return wrapper.clipping.by_norm("accelerator.clip_grad_norm_", float(max_norm))

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from requestzero.accelerate.window_tally import WindowTally
 from requestzero.config.rules import UNEQUAL_MEANS
-from requestzero.zero.clipping import NextStepClipping, check_max_norm
+from requestzero.zero.clipping import LoopClipping
 from requestzero.zero.engine import RequestZeROEngine
 from requestzero.zero.metrics import logged_metrics
 
@@ -50,8 +50,8 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         super().__init__(engine)
         if normalization == "mean" and engine.options.rank_dependent_micro_batches:
             raise ValueError(f"rank_dependent_micro_batches=True and normalization='mean' disagree: {UNEQUAL_MEANS}")
-        self._configured_clipping = clipping
-        self._clipping = NextStepClipping()
+        self.clipping = engine.loop_clipping = LoopClipping(engine, self._prepare_step, clipping)
+        """What ``accelerator.clip_grad_norm_`` and PyTorch's functions do."""
         self.request_end: bool | None = None
         """True if the next backward is marked as its request's last, ``None`` if every backward is a request."""
         self.window_end = False
@@ -127,7 +127,6 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
                 with ``"token"`` losses were divided, or the micro-batch has no weight or two.
         """
         self._note(divided=not kwargs.pop("scale_wrt_gas", True))
-        self._clipping.begin_backward(self.engine.update_window)
         if self._normalization == "token":
             weight = self._take_weight(weight)
         self.backwards += 1
@@ -185,14 +184,11 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         Raises:
             RuntimeError: inside ``no_sync``, or inside a request.
         """
-        self._check_between_requests("optimizer.step()")
-        self.engine.end_request()
+        arguments = self._prepare_step("optimizer.step()")
         self.engine.set_gradient_accumulation_boundary(True)
-        token = self._normalization == "token"
         attempted = self.engine.attempted_updates
         self.applied_rates = self.engine.get_lr()
-        with self._clipping.applied(self.engine):
-            self.engine.step(**({"normalization": "token"} if token else {"divisor": self.divisor()}))
+        self.engine.step(**arguments)
         self._unlogged = self._unlogged or self.engine.attempted_updates > attempted
 
     def metrics(self) -> dict[str, float]:
@@ -204,18 +200,11 @@ class RequestZeROEngineWrapper(DeepSpeedEngineWrapper):
         unlogged, self._unlogged = self._unlogged, False
         return self.metrics() if unlogged else {}
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Return the norm of the open window's divided gradient, and clip at ``max_norm`` in the next step. Collective.
-
-        Raises:
-            RuntimeError: inside ``no_sync``, or inside a request.
-            ValueError: the configured clipping is another.
-        """
-        check_max_norm("clip_grad_norm_", max_norm, self._configured_clipping)
-        self._check_between_requests("accelerator.clip_grad_norm_()")
-        self.engine.end_request()  # which may drop it
-        self._clipping.ask(self.engine, max_norm)
-        return self.engine.pending_norm(None if self._normalization == "token" else self.divisor())
+    def _prepare_step(self, call: str) -> dict[str, Any]:
+        """End the open request, which may drop it, and return the arguments of the window's step. Collective."""
+        self._check_between_requests(call)
+        self.engine.end_request()
+        return {"normalization": "token"} if self._normalization == "token" else {"divisor": self.divisor()}
 
     def _check_between_requests(self, call: str) -> None:
         if self.engine.inside_no_sync_ctxt:

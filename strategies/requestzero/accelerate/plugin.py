@@ -125,6 +125,7 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         _require_transformers()
         given = {item.name: getattr(self, item.name) for item in fields(RequestZeROPlugin)}
         plan = make_plan(given, os.environ)
+        self._given = {name: value for name, value in given.items() if name != "hf_ds_config"}
         self._said_init_flag = said_init_flag(given["zero3_init_flag"], os.environ, plan.settings.stage)
         self.zero3_init_flag = self._said_init_flag
         if plan.settings.stage == STAGE_3:
@@ -140,6 +141,11 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         if "steps_per_print" in plan.config:
             self.deepspeed_config["steps_per_print"] = plan.config["steps_per_print"]
         self.note_state()
+
+    @override
+    def again(self, hf_ds_config: Any) -> RequestZeROPlugin:
+        """Return a new plugin with the same arguments and another DeepSpeed config."""
+        return RequestZeROPlugin(hf_ds_config=hf_ds_config, **self._given)
 
     def _adopt(self, plan: Plan) -> None:
         """Set the fields that Accelerate's part of the construction reads to what the plan says."""

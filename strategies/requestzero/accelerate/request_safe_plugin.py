@@ -45,6 +45,10 @@ class RequestSafePlugin:
         """
         raise NotImplementedError
 
+    def again(self, hf_ds_config: Any) -> RequestSafePlugin:
+        """Return a new plugin with the same arguments and another DeepSpeed config."""
+        raise NotImplementedError
+
     def note_state(self) -> None:
         """Note the public config and attributes as they are now, which are no changes by the program."""
         raise NotImplementedError

@@ -1,9 +1,9 @@
-"""The patch of ``deepspeed_init``, by which transformers' ``Trainer`` starts a training or an evaluation.
+"""Patches of transformers' ``Trainer``: the start of a training, an evaluation, or a trial of a hyperparameter search.
 
 HACK: under DeepSpeed ``Trainer`` makes a new optimizer at every ``train()``, which ``accelerator.prepare`` then gets
 without the model, and refuses ``evaluate()`` before ``train()`` below stage 3; there it takes the optimizer out of the
-config. It offers no hook there. With the patch both do what they do without DeepSpeed, for our plugins. Written for
-Transformers 5.
+config. A trial has a ``DeepSpeedPlugin`` of its own, which would be a stock one. It offers no hook there. With the
+patches all do what they do without DeepSpeed, for our plugins. Written for Transformers 5.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import sys
 from typing import Any
 
+import accelerate.utils
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
@@ -22,6 +23,7 @@ from requestzero.accelerate.request_safe_plugin import RequestSafePlugin
 from requestzero.accelerate.sharded_evaluation import end_evaluation_of_sharded, evaluate_sharded, is_sharded
 from requestzero.config.precision import precision_of
 from requestzero.config.translation import AUTO
+from requestzero.zero.patch import patched
 
 _INSTALLED = "_requestzero_installed"
 _FORWARD = "_requestzero_forward"
@@ -51,6 +53,22 @@ def install_if_imported() -> None:
 
     setattr(deepspeed_init, _INSTALLED, True)
     module.deepspeed_init = deepspeed_init  # type: ignore[attr-defined]
+    _keep_plugin_in_trials(module.Trainer)
+
+
+def _keep_plugin_in_trials(trainer_class: Any) -> None:
+    original = trainer_class._hp_search_setup
+
+    @functools.wraps(original)
+    def _hp_search_setup(trainer: Any, trial: Any) -> None:
+        plugin = trainer.args.deepspeed_plugin
+        if not isinstance(plugin, RequestSafePlugin):
+            original(trainer, trial)
+            return
+        with patched(accelerate.utils, "DeepSpeedPlugin", plugin.again):
+            original(trainer, trial)
+
+    trainer_class._hp_search_setup = _hp_search_setup
 
 
 def _prepare_for_evaluation(trainer: Any) -> None:

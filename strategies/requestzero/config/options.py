@@ -206,10 +206,10 @@ class RequestZeROSettings:
     ``configure_gradient_clipping`` where the module or a callback has such a hook, and let its changes count, as under
     DDP. Each rank holds the whole gradient meanwhile."""
     compare_weights: bool = option(True, Boolean(), key="requestzero.compare_weights")
-    """At stages 1 and 2: compare this rank's part of the weights with the master weights before every step, so that
-    weights that were written through ``param.data`` count like any other. It costs a pass over the partition, with CPU
+    """Compare this rank's part of the weights with the master weights before every step, so that weights that were
+    written through ``param.data``, or at stage 3, count like any other. It costs a pass over the partition, with CPU
     offload also a copy of it to the host; false leaves it out, and only writes that autograd counts are seen (in-place
-    operations, ``load_state_dict``, ``param.data = ...``)."""
+    operations, ``load_state_dict``, ``param.data = ...``), and none at stage 3."""
     overflow: OverflowSettings = field(default_factory=OverflowSettings)
     """See :class:`OverflowSettings`."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,7 +27,6 @@ from requestzero.config.options import OverflowSettings
 from requestzero.config.own_keys import without_own_keys
 from requestzero.environment.versions import require_supported_deepspeed
 from requestzero.fabric.boundaries import RequestBoundaries
-from requestzero.fabric.clipping import check_finite
 from requestzero.fabric.optimizer import FabricWindowOptimizer
 from requestzero.lightning import checks
 from requestzero.lightning.checkpoint_plugins import check_folder_plugin, warn_of_background
@@ -44,7 +42,7 @@ from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.options import check_options
 from requestzero.lightning.registered_names import register_names
 from requestzero.lightning.strategy_facts import FABRIC
-from requestzero.zero.clipping import NextStepClipping, check_max_norm, check_norm_type
+from requestzero.zero.clipping import LoopClipping, check_norm_type
 from requestzero.zero.process_group import without_inference_operator
 from requestzero.zero.window_checkpoint.replacing import appearing
 
@@ -138,7 +136,6 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         super().__init__(stage=stage, config=None, **deepspeed_options)
         self.config = merged
         self._backward_sync_control = RequestBoundaries()
-        self._clipping: defaultdict[RequestZeROEngine, NextStepClipping] = defaultdict(NextStepClipping)
         self._engines: list[RequestZeROEngine] = []
 
     @classmethod
@@ -245,6 +242,7 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         engine: Any
         engine, _, _ = super().setup_module_and_optimizers(module, optimizers)  # the engine would step the scheduler
         self._engines.append(engine)
+        engine.loop_clipping = self._clipping(engine)
         return engine, [FabricWindowOptimizer(engine, self._step)], scheduler
 
     @override
@@ -281,8 +279,14 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         return FabricWindowOptimizer(optimizer, self._step).step(**kwargs)
 
     def _step(self, engine: RequestZeROEngine) -> None:
-        with self._clipping[engine].applied(engine):
-            engine.step(normalization=self.settings.normalization)
+        engine.step(normalization=self.settings.normalization)
+
+    def _clipping(self, engine: RequestZeROEngine) -> LoopClipping:
+        def prepare_step(call: str) -> dict[str, str]:
+            engine.end_request()
+            return {"normalization": self.settings.normalization}
+
+        return LoopClipping(engine, prepare_step, float(engine.optimizer.clip_grad) or None)
 
     @override
     def clip_gradients_norm(
@@ -301,20 +305,8 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
             ValueError: another norm than the 2-norm, or not a positive number.
             RuntimeError: the norm is not finite, and ``error_if_nonfinite``; on all ranks.
         """
-        engine = self.engine_of(module)
         check_norm_type("clip_gradients", norm_type)
-        check_max_norm("clip_gradients", max_norm, float(engine.optimizer.clip_grad) or None)
-        engine.end_request()
-        norm = engine.pending_norm(self._divisor(engine))
-        if error_if_nonfinite:
-            check_finite(norm)
-        self._clipping[engine].ask(engine, max_norm)
-        return norm
-
-    def _divisor(self, engine: RequestZeROEngine) -> float | None:
-        if self.settings.normalization == "mean":
-            return float(engine.update_window.divisor_of_mean() or 1)  # 0 where all requests were dropped
-        return None if self.settings.normalization == "token" else 1.0
+        return self._clipping(self.engine_of(module)).by_norm("clip_gradients", max_norm, error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Any, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -323,15 +315,8 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         Raises:
             NotImplementedError: at stage 3, where no rank has whole gradients.
         """
-        if self.zero_stage_3:
-            raise NotImplementedError(
-                "clip_gradients(clip_val=...) is not possible at stage 3, where no rank has whole gradients: clip by "
-                "norm (max_norm=...)."
-            )
-        from requestzero.zero.full_gradients import full_gradients
-
         engine = self.engine_of(module)
-        with full_gradients(engine, self.settings.normalization):
+        with self._clipping(engine).whole_gradients("clip_gradients(clip_val=...)"):
             torch.nn.utils.clip_grad_value_(engine.module.parameters(), clip_val)
 
     # --- collectives of Fabric's --------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Compiled modules (``trainer.fit(torch.compile(module))``), which the Trainer refuses for ``DeepSpeedStrategy``.
 
 HACK: the Trainer asks for the strategy's type before it calls anything of the strategy. The check is replaced in its
-module when a strategy gets its Trainer; for other strategies it does what it did. Written for Lightning 2.6.6.
+module when a strategy gets its Trainer, and passes every other strategy on to Lightning's own function, so that it can
+stay there for the rest of the process. Written for Lightning 2.6.6.
 """
 
 from __future__ import annotations

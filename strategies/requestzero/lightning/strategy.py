@@ -254,6 +254,7 @@ class RequestZeRO(ReadableStrategy, NotesArguments):
         Not earlier: Lightning's loaders have drawn from the generators by now, which the other run did at its start.
         """
         super().on_train_start()
+        self.window_driver.serve_torch_clipping()
         self._checkpointing.restore_random_state(self.root_device)
 
     @contextmanager

@@ -25,7 +25,7 @@ from requestzero.lightning.current_batch import CurrentBatch
 from requestzero.lightning.requeue import DeferredRequeue
 from requestzero.lightning.sigterm import NotedSigterm
 from requestzero.lightning.user_hooks import STAGE_3_GRADIENTS, reads_gradients
-from requestzero.zero.clipping import NextStepClipping
+from requestzero.zero.clipping import LoopClipping
 from requestzero.zero.metrics import logged_metrics
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ class WindowDriver:
         self.logged_metrics: dict[str, torch.Tensor] = {}
         self._data_ended = False  # and the other ranks know
         self._failed = False
-        self._clipping = NextStepClipping()
         self.request_aborted = False
         """True until the next request begins, where the current one was aborted."""
         self.in_batch = False
@@ -207,11 +206,10 @@ class WindowDriver:
             ValueError: ``normalization="token"``, and the batch has no weight.
             RuntimeError: the window's gradient was clipped already.
         """
-        self._clipping.begin_backward(self._running.update_window)
-        if self._clipping.asked(self._running.update_window) is not None:
+        if self._running.next_step_clipping.asked(self._running.update_window) is not None:
             raise RuntimeError(
-                "A backward after self.clip_gradients(...) would add a gradient that is not clipped: call it right "
-                "before opt.step()."
+                "A backward after self.clip_gradients(...) or torch.nn.utils.clip_grad_norm_(...) would add a gradient "
+                "that is not clipped: call it right before opt.step()."
             )
         weight = None
         if self._automatic and self._owner.settings.normalization == "token":
@@ -284,8 +282,7 @@ class WindowDriver:
             self._tell_division(window.micro_batches)
         engine.set_gradient_accumulation_boundary(True)
         attempted = engine.attempted_updates
-        with self._clipping.applied(engine):
-            engine.step(normalization=settings.normalization, **kwargs)
+        engine.step(normalization=settings.normalization, **kwargs)
         self.batch.update_applied = engine.was_step_applied()
         if settings.log_metrics and engine.attempted_updates > attempted:
             self.logged_metrics = {name: torch.as_tensor(value) for name, value in logged_metrics(engine).items()}
@@ -301,7 +298,7 @@ class WindowDriver:
             raise RuntimeError(f"strategy.gradients() is not possible at stage 3: {STAGE_3_GRADIENTS}")
         from requestzero.zero.full_gradients import full_gradients  # imports DeepSpeed
 
-        with full_gradients(self._running, self._owner.settings.normalization):
+        with full_gradients(self._running, normalization=self._owner.settings.normalization):
             yield
 
     def gradients_in_hooks(self) -> AbstractContextManager[None]:
@@ -311,7 +308,20 @@ class WindowDriver:
 
     def clip(self, max_norm: float) -> None:
         """Clip the divided gradient in the next step, in the place of the Trainer's ``gradient_clip_val``."""
-        self._clipping.ask(self._running, max_norm)
+        self._running.next_step_clipping.ask(self._running.update_window, max_norm)
+
+    def serve_torch_clipping(self) -> None:
+        """Let PyTorch's own functions clip too, in the engine of a fit."""
+        self._running.loop_clipping = LoopClipping(self._running, self._prepare_step, configured=None)
+
+    def _prepare_step(self, call: str) -> dict[str, str]:
+        if self._automatic and not self.marks.request_end:
+            raise RuntimeError(
+                f"{call} inside the request {self.marks.request_id!r}, which has more micro-batches: clip in "
+                "on_before_optimizer_step, or with Trainer(gradient_clip_val=...)."
+            )
+        self._running.end_request()
+        return {"normalization": self._owner.settings.normalization}
 
     def _tell_division(self, divisor: int) -> None:
         if not self._told_division:

@@ -103,7 +103,9 @@ class Adoption:
             import requestzero
 
             self._count += 1
-            return requestzero.initialize(*args, **kwargs)
+            built = requestzero.initialize(*args, **kwargs)
+            _serve_clipping(built[0])
+            return built
 
         deepspeed.initialize = initialize  # type: ignore[attr-defined]
 
@@ -128,6 +130,22 @@ class Adoption:
         if text not in self._told and os.environ.get("RANK", "0") == "0":
             print(f"requestzero.run: {text}", file=sys.stderr, flush=True)
         self._told.add(text)
+
+
+def _serve_clipping(engine: Any) -> None:
+    """Let PyTorch's functions clip: the program calls ``engine.step()``, which divides by nothing."""
+    from requestzero.zero.clipping import LoopClipping
+
+    def prepare_step(call: str) -> dict[str, float]:
+        if not engine.is_gradient_accumulation_boundary():
+            raise RuntimeError(
+                f"{call} before a micro-batch that is not the last of gradient_accumulation_steps: the step clips the "
+                "gradient of all of them. Set gradient_clipping in the DeepSpeed config."
+            )
+        engine.end_request()
+        return {}
+
+    engine.loop_clipping = LoopClipping(engine, prepare_step, float(engine.optimizer.clip_grad) or None)
 
 
 def reason_to_stay_stock(config: Mapping[str, Any], model: Any = None) -> str | None:

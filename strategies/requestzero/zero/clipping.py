@@ -1,72 +1,83 @@
-"""Clipping that a loop asks for between a window's last backward and its step."""
+"""Clipping of an engine's windows as the loop that drives it asks for it, in every front end."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
-    from requestzero.zero.common.window import UpdateWindow
     from requestzero.zero.engine import RequestZeROEngine
 
 
-class NextStepClipping:
-    """The norm at which the step of one engine's open window clips in the place of the config's.
+class LoopClipping:
+    """Clips the gradient that the next step of a loop would apply, as that step divides it.
 
-    It belongs to the window: one that is discarded takes it along.
+    Args:
+        engine: whose windows.
+        prepare_step: ends the open request and returns what the loop gives to ``engine.step``: a ``divisor``, a
+            ``normalization`` or nothing. Called with the name of the call that asks for it. Raises where the loop may
+            not step.
+        configured: ``gradient_clipping`` of the DeepSpeed config, ``None`` where the loop decides.
     """
 
-    def __init__(self) -> None:
-        self._window: UpdateWindow | None = None
-        self._max_norm = math.inf
-        self._micro_batches = 0
-        self._warned = False
+    def __init__(
+        self,
+        engine: RequestZeROEngine,
+        prepare_step: Callable[[str], Mapping[str, Any]],
+        configured: float | None,
+    ) -> None:
+        self._engine, self._prepare_step, self._configured = engine, prepare_step, configured
 
-    def ask(self, engine: RequestZeROEngine, max_norm: float) -> None:
-        """Let the step of the open window clip at ``max_norm``; of several the smallest counts, as in PyTorch.
+    def by_norm(self, call: str, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Return the norm of the open window's divided gradient, and let the step clip at ``max_norm``. Collective.
 
         Args:
-            engine: whose window.
-            max_norm: a positive number; infinity changes nothing, and neither does a window without gradients.
+            call: the name by which the loop asks for it.
+            max_norm: a positive number; infinity only asks for the norm.
+            error_if_nonfinite: read the norm, which waits for the device, and check it.
+
+        Returns:
+            A scalar tensor on the engine's device, the same on all ranks; 0 without a window.
+
+        Raises:
+            ValueError: ``max_norm`` is not positive, or contradicts the config.
+            RuntimeError: the norm is not finite; on all ranks.
         """
-        window = engine.update_window
-        if window.is_open and not math.isinf(max_norm):
-            self._max_norm = min(float(max_norm), self.asked(window) or math.inf)
-            self._window, self._micro_batches = window, window.micro_batches
-
-    def begin_backward(self, window: UpdateWindow) -> None:
-        """Forget what was asked where nothing of the window is left: its requests have been aborted since."""
-        if not window.is_open:
-            self._window = None
-
-    def asked(self, window: UpdateWindow) -> float | None:
-        """Return the norm that was asked for this window, ``None`` without one."""
-        return self._max_norm if window is self._window else None
-
-    @contextmanager
-    def applied(self, engine: RequestZeROEngine) -> Iterator[None]:
-        """Let the engine's step clip as was asked while the block runs."""
-        optimizer, configured, asked = engine.optimizer, engine.optimizer.clip_grad, self.asked(engine.update_window)
-        if asked is not None:
-            self._warn_of_later_backwards(engine)
-            optimizer.clip_grad = asked
-        try:
-            yield
-        finally:
-            optimizer.clip_grad = configured
-
-    def _warn_of_later_backwards(self, engine: RequestZeROEngine) -> None:
-        later = engine.update_window.micro_batches - self._micro_batches
-        if later > 0 and not self._warned and engine.global_rank == 0:
-            self._warned = True
-            warnings.warn(
-                f"{later} backward(s) came after the window's gradient was clipped: the step clips the whole sum, "
-                "where PyTorch would have clipped the part before them. Clip once for each step, right before it.",
-                stacklevel=2,
+        check_max_norm(call, max_norm, self._configured)
+        norm = self._pending_norm(**self._prepare_step(f"{call}()"))
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"{call}: the norm of the window's gradient is {float(norm)}. Give error_if_nonfinite=False to let "
+                "the overflow policy decide in the step."
             )
+        self._engine.next_step_clipping.ask(self._engine.update_window, max_norm)
+        return norm
+
+    def _pending_norm(self, divisor: float = 1.0, normalization: str | None = None) -> torch.Tensor:
+        if normalization == "token":
+            return self._engine.pending_norm(None)
+        if normalization == "mean":
+            divisor = float(self._engine.update_window.divisor_of_mean() or 1)  # 0 where all requests were dropped
+        return self._engine.pending_norm(divisor)
+
+    def whole_gradients(self, call: str) -> AbstractContextManager[None]:
+        """Return a block in which ``param.grad`` is the window's gradient; see ``full_gradients``. Collective.
+
+        Raises:
+            NotImplementedError: at stage 3, where no rank has whole gradients.
+        """
+        if self._engine.zero_optimization_partition_weights():
+            raise NotImplementedError(
+                f"{call} is not possible at stage 3, where no rank has whole gradients: clip all parameters together "
+                "by their 2-norm."
+            )
+        from requestzero.zero.full_gradients import full_gradients  # imports DeepSpeed
+
+        return full_gradients(self._engine, **self._prepare_step(call))
 
 
 def check_max_norm(call: str, max_norm: float, configured: float | None) -> None:
@@ -90,3 +101,15 @@ def check_norm_type(call: str, norm_type: float) -> None:
     """Raise ValueError for another norm than the 2-norm, by which ZeRO clips."""
     if norm_type != 2:
         raise ValueError(f"{call}(norm_type={norm_type!r}) is not possible with ZeRO: use the 2-norm.")
+
+
+def check_parameters(engine: RequestZeROEngine, parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
+    """Raise ValueError unless these are all trainable parameters of the engine's model: the step clips all of them."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    wanted = {id(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
+    found = {id(parameter) for parameter in given if parameter.requires_grad}
+    if found != wanted:
+        raise ValueError(
+            f"clip_grad_norm_ got {len(found & wanted)} of the model's {len(wanted)} trainable parameters and "
+            f"{len(found - wanted)} others, but ZeRO clips the gradient as a whole: give model.parameters()."
+        )

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def full_gradients(engine: RequestZeROEngine, normalization: str) -> Iterator[None]:
+def full_gradients(
+    engine: RequestZeROEngine, *, divisor: float | None = None, normalization: str | None = None
+) -> Iterator[None]:
     """Let every parameter have the open window's gradient in ``param.grad`` within the block. Collective.
 
     It is summed over the window, averaged over ranks and divided as the step will divide it, in the parameter's dtype.
@@ -26,9 +28,10 @@ def full_gradients(engine: RequestZeROEngine, normalization: str) -> Iterator[No
 
     Args:
         engine: whose window.
-        normalization: see ``engine.step``.
+        divisor: as the step will be given it; see ``engine.step``.
+        normalization: likewise.
     """
-    scale = engine.prepare_divisor(normalization) if engine.has_pending_gradients else None
+    scale = engine.prepare_divisor(divisor, normalization) if engine.has_pending_gradients else None
     if scale is None:
         yield
         return
@@ -39,9 +42,11 @@ def full_gradients(engine: RequestZeROEngine, normalization: str) -> Iterator[No
         param.grad = (gradient / scale).to(param.dtype)
     del whole
     given = [_own_part(engine, param, param.grad).clone() for param in params]
+    engine.shows_gradients = True
     try:
         yield
     finally:
+        engine.shows_gradients = False
         left = [param.grad for param in params]
         for param in params:
             param.grad = None

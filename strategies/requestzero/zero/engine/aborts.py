@@ -46,6 +46,8 @@ class AbortingEngine(CheckpointingEngine):
         name = rollback.name(window)
         self.optimizer.abort_request()
         self._forget_backward()
+        if not window.is_open:
+            self.next_step_clipping.forget()
         self._skips.aborted_requests += 1
         if self.global_rank == 0:
             told = "" if name is None else f" {name!r}"

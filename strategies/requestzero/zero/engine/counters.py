@@ -8,6 +8,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from requestzero.config.engine_options import EngineOptions
 from requestzero.rank_check.interface import Agreement
+from requestzero.zero.common.next_step_clipping import NextStepClipping
 from requestzero.zero.common.partition_traffic import PartitionTraffic
 from requestzero.zero.common.window import UpdateWindow
 from requestzero.zero.engine.applied_requests import AppliedRequests
@@ -28,6 +29,7 @@ class CountingEngine(DeepSpeedEngine):
         self.options = EngineOptions() if options is None else options
         self._skips = SkipRecord()
         self._applied = AppliedRequests()
+        self.next_step_clipping = NextStepClipping()
         super().__init__(*args, **kwargs)
 
     @property

@@ -21,6 +21,7 @@ from requestzero.errors import AbortRequest
 from requestzero.zero.common import life_cycle
 from requestzero.zero.common.frozen_parameters import refuse_gradients
 from requestzero.zero.common.window_options import WindowOptions
+from requestzero.zero.engine import torch_clipping
 from requestzero.zero.engine.aborts import AbortingEngine
 from requestzero.zero.engine.announcements import ends_together
 from requestzero.zero.engine.optimizer_classes import OPTIMIZER_CLASSES, optimizer_classes_in_place
@@ -40,6 +41,10 @@ class RequestZeROEngine(AbortingEngine):
 
     _backward_task: int = -1
     """Autograd's number of the backward that has begun last."""
+    loop_clipping: torch_clipping.Clipping | None = None
+    """The loop's way to clip, which a front end sets: it knows by what the next step divides."""
+    shows_gradients: bool = False
+    """True while ``param.grad`` is the window's gradient, see ``full_gradients``."""
     _has_unsearched_outputs: bool = False
     """True once the model has returned something that DeepSpeed does not look into."""
 
@@ -293,7 +298,8 @@ class RequestZeROEngine(AbortingEngine):
             self._skip_empty_window()
             return
         try:
-            super().step(lr_kwargs)
+            with self.next_step_clipping.applied(self.optimizer):
+                super().step(lr_kwargs)
         finally:
             self._running_engine_step = False  # a step that raised is over: without it backwards would end requests
         self._record_update(window, scale)
@@ -320,14 +326,18 @@ class RequestZeROEngine(AbortingEngine):
         self._step_applied = False
         self._global_grad_norm = self.optimizer._global_grad_norm = torch.zeros((), device=self.device)
 
-    def prepare_divisor(self, normalization: str) -> float | None:
+    def prepare_divisor(self, divisor: float | None, normalization: str | None) -> float | None:
         """End the open request and choose the divisor of a window with gradients, as a step now would. Collective.
+
+        Args:
+            divisor: as for :meth:`step`.
+            normalization: likewise.
 
         Returns:
             Divisor times loss scale, by which the window's sum is divided; ``None`` for one of zero total weight.
         """
         self._complete_sums()
-        if not self._choose_divisor(None, normalization):
+        if not self._choose_divisor(divisor, normalization):
             return None
         return float(self.optimizer.loss_scale) * float(self.optimizer.divisor.value)
 
@@ -507,6 +517,7 @@ class RequestZeROEngine(AbortingEngine):
                 watch_gathers(built, built.ranks)
         built.on_unseen_gradient = self._refuse_unscaled
         refuse_gradients(given, built.param_names, built)
+        torch_clipping.serve(self)
         return built
 
     def _checks_grad_overflow(self) -> bool:
@@ -530,7 +541,8 @@ class RequestZeROEngine(AbortingEngine):
 
     @override
     def destroy(self) -> None:
-        """Also leave the agreement of ranks."""
+        """Also leave the agreement of ranks, and PyTorch's clipping."""
+        torch_clipping.leave(self)
         # At the interpreter's end the store may be gone, and would be waited for.
         if isinstance(getattr(self, "optimizer", None), OPTIMIZER_CLASSES) and not sys.is_finalizing():
             self.agreement.close()

@@ -6,16 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils.tensor_fragment import set_full_hp_param
 
+from requestzero.zero.common.written_elements import adopt_elements
 from requestzero.zero.stage_1_and_2 import model_weights
 from requestzero.zero.stage_1_and_2.layout import GroupLayout, Parameter, PartitionLayout, Place
-
-_CHUNK = 1 << 24
-"""Elements that are compared at once, which limits the temporary memory (112 MB with fp32 masters)."""
 
 
 class FlatWeights(Protocol):
@@ -74,7 +71,7 @@ class WrittenWeights:
                 0, rank * group.partition_size, group.partition_size
             )
             for start, stop in self._stretches(group, moved):
-                _adopt(weights[start:stop], masters[start:stop])
+                adopt_elements(weights[start:stop], masters[start:stop])
         for param_id in [each for each in self._set_masters if each in taken_over or self._counted(each)]:
             del self._set_masters[param_id]
         self._versions = [param._version for param in self._layout.params]
@@ -130,17 +127,3 @@ class WrittenWeights:
         if moved:
             optimizer._update_model_bit16_weights(index)
         return moved
-
-
-def _adopt(weights: torch.Tensor, masters: torch.Tensor) -> None:
-    """Let masters take over the elements of weights that they do not round to; both are flat and of one length."""
-    for start in range(0, len(weights), _CHUNK):
-        new, old = weights[start : start + _CHUNK].to(masters.device), masters[start : start + _CHUNK]
-        rounded = old.to(new.dtype)
-        if old.device.type != "cpu" or not _same_bits(rounded, new):
-            torch.where(rounded == new, old, new, out=old)
-
-
-def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two CPU tensors of one dtype hold the same bits; NumPy compares five times as fast as PyTorch."""
-    return np.array_equal(first.view(torch.int16).numpy(), second.view(torch.int16).numpy())

@@ -62,7 +62,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def _own(self, parts: OptimizerParts) -> None:
         self.layout, self.ranks, self.sums = parts.layout, parts.ranks, parts.sums
         self.reduction, self.divisor, self.norm = parts.reduction, parts.divisor, parts.norm
-        self.origin, self.rollback = parts.origin, parts.rollback
+        self.origin, self.rollback, self.written = parts.origin, parts.rollback, parts.written
         self.window_records = [record for record in (parts.origin, parts.rollback) if record is not None]
 
     # --- the way of a gradient --------------------------------------------------------------------------------------
@@ -156,8 +156,11 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             RuntimeError: a request is still open.
         """
         if life_cycle.needs_step(self):
+            self.written.adopt()
             with life_cycle.applying(self), self.ranks.watching(runtime_utils, stage3):
                 super().step(closure)
+                if not self.overflow:
+                    self.written.forget_set_masters()
 
     @override
     def _get_loss_scale(self) -> Any:
@@ -278,10 +281,17 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self._backward_active_depth = 0
 
     @override
+    def checkpoint_event_prologue(self) -> None:
+        """Also take over weights that were written since the last step, before small ones are released."""
+        self.written.adopt()
+        super().checkpoint_event_prologue()
+
+    @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Also discard the open window: pending gradients belong to the weights before the load."""
         self.discard_window()
         super().load_state_dict(*args, **kwargs)
+        self.written.forget_set_masters()
 
     @override
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
@@ -363,6 +373,17 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if param.requires_grad:
             shard, _ = self._get_fp32_opt_state_partition(param, False, optim_state_key)
             write_shard(shard.data, value, self._get_param_partition_rank(param))
+            self._note_master(param, optim_state_key)
+
+    @override
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """Set this rank's part of a master weight, or of an optimizer state of one, padding included."""
+        super().set_local_hp_param(value, param, optim_state_key)
+        self._note_master(param, optim_state_key)
+
+    def _note_master(self, param: Any, optim_state_key: str | None) -> None:
+        if param.requires_grad and optim_state_key is None:
+            self.written.note_master(param)
 
     def _note_edit(self) -> None:
         self.sums.note_change()

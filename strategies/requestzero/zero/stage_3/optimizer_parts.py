@@ -16,6 +16,7 @@ from requestzero.zero.overflow.origin import OverflowOrigin
 from requestzero.zero.stage_3.layout import ShardLayout, check_one_group
 from requestzero.zero.stage_3.reduction import BucketReduction
 from requestzero.zero.stage_3.shard_sums import ShardSums
+from requestzero.zero.stage_3.written_weights import WrittenShards
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class OptimizerParts:
     norm: StepNorm
     origin: OverflowOrigin | None
     rollback: RequestRollback
+    written: WrittenShards
 
 
 def build_parts(optimizer: DeepSpeedZeroOptimizer_Stage3, options: WindowOptions) -> OptimizerParts:
@@ -54,7 +56,8 @@ def build_parts(optimizer: DeepSpeedZeroOptimizer_Stage3, options: WindowOptions
     if origin is not None:
         reduction.observers.append(origin.record)
     norm = StepNorm(sums, divisor, ranks, refuses_unused=False, average_expert_norms=None)
-    return OptimizerParts(layout, ranks, sums, reduction, divisor, norm, origin, rollback)
+    written = WrittenShards(optimizer, layout, options.compares_weights)
+    return OptimizerParts(layout, ranks, sums, reduction, divisor, norm, origin, rollback, written)
 
 
 def _build_sums(optimizer: DeepSpeedZeroOptimizer_Stage3, layout: ShardLayout, names: list[str]) -> ShardSums:

@@ -1,3 +1,4 @@
+from enum import Enum
 from typing import Any
 
 import torch
@@ -7,6 +8,10 @@ def _dist_allgather_fn(
     input_tensor: torch.Tensor, output_tensor: torch.Tensor, group: ProcessGroup | None = None
 ) -> object:
     """Begins a gather of weights; of the work that it returns only ``wait()`` is called."""
+
+class ZeroParamStatus(Enum):
+    AVAILABLE = 1
+    """The parameter is whole, and not being gathered."""
 
 class InsertPostInitMethodToModuleSubClasses:
     def __enter__(self) -> Any:

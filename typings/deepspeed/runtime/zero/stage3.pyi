@@ -85,6 +85,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     # Parameters. They have attributes of DeepSpeed's, such as ds_numel, hence Any.
     param_names: dict[torch.Tensor, str]
     fp16_groups: list[list[Any]]
+    fp16_partitioned_groups_flat: list[torch.Tensor]
     fp32_partitioned_groups_flat: list[torch.Tensor]
     sub_group_process_groups: list[ProcessGroup]
     grad_partitions_flat_buffer: torch.Tensor
@@ -129,6 +130,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None: ...
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[Any]) -> None: ...
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None: ...
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None: ...
     def offload_states(
         self,
         include: Container[OffloadStateTypeEnum] | None = None,
@@ -166,6 +168,8 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     def _apply_muon_to_accumulated_grads(self) -> None: ...
 
     # Checkpoints.
+    def checkpoint_event_prologue(self) -> None:
+        """Releases every parameter, before a checkpoint is saved or loaded."""
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None: ...
     def load_state_dict(
         self,

@@ -1,0 +1,175 @@
+"""PyTorch's functions that clip, for parameters whose gradients an engine keeps, and for all others."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
+
+from requestzero.zero.clipping import LoopClipping
+from requestzero.zero.engine import torch_clipping
+from support.engines import build, module_weights
+from support.failures import assert_fails
+from support.ranks import RankGroup
+from support.setup import Setup
+from support.windows import ALL, LR, ExactLayers, Micro, backward, reference
+
+LIMIT = 0.125
+
+
+def built(setup: Setup) -> Any:
+    """An engine in the middle of a window, in a loop that divides by two."""
+    engine = build(setup)
+
+    def prepare_step(call: str) -> dict[str, float]:
+        engine.end_request()
+        return {"divisor": 2.0}
+
+    engine.loop_clipping = LoopClipping(engine, prepare_step, configured=None)
+    backward(engine, Micro(ALL, 1))
+    backward(engine, Micro(ALL, 2))
+    return engine
+
+
+def window_of_plain() -> ExactLayers:
+    """The same gradient in ``param.grad``, from plain PyTorch."""
+    import deepspeed.comm as dist
+
+    torch.manual_seed(0)
+    model = ExactLayers()
+    (gradients,) = reference([[Micro(ALL, 1), Micro(ALL, 2)]], dist.get_world_size())
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient.float() / 2
+    return model
+
+
+def all_by_norm(*models: torch.nn.Module) -> Any:
+    return clip_grad_norm_([parameter for model in models for parameter in model.parameters()], LIMIT)
+
+
+def all_by_another_norm(*models: torch.nn.Module) -> Any:
+    return clip_grad_norm_([parameter for model in models for parameter in model.parameters()], LIMIT, norm_type=1.0)
+
+
+def all_by_value(*models: torch.nn.Module) -> Any:
+    clip_grad_value_((parameter for model in models for parameter in model.parameters()), LIMIT)
+
+
+def first_by_norm(*models: torch.nn.Module) -> Any:
+    return clip_grad_norm_(next(models[0].parameters()), LIMIT)
+
+
+def of_two_models(*models: torch.nn.Module) -> Any:
+    other = torch.nn.Linear(2, 2)
+    for parameter in other.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return all_by_norm(*models, other)
+
+
+CLIPS = [all_by_norm, all_by_another_norm, all_by_value, first_by_norm, of_two_models]
+
+
+def clipped(setup: Setup, clip: Any) -> tuple[Any, Any]:
+    """Norm and weights with an engine, and with plain PyTorch."""
+    engine, plain = built(setup), window_of_plain()
+    norms = [clip(model) for model in (engine.module, plain)]
+    engine.step(divisor=2.0)
+    with torch.no_grad():
+        expected = [weight - LR * weight.grad for weight in plain.parameters()]
+    result = ([norms[0], *module_weights(engine)], [norms[1], *expected])
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_they_clip_as_in_plain_pytorch(two_ranks: RankGroup, stage: int, clip: Any) -> None:
+    for ours, plain in two_ranks.run(clipped, Setup(stage=stage), clip):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_stage_3_clips_all_parameters_by_their_norm(two_ranks: RankGroup) -> None:
+    for ours, plain in two_ranks.run(clipped, Setup(stage=3), all_by_norm):
+        torch.testing.assert_close(ours, plain)
+    for clip in (all_by_value, first_by_norm):
+        assert_fails(two_ranks, "^NotImplementedError: torch.nn.utils.clip_grad_", clipped, Setup(stage=3), clip)
+
+
+def without_a_loop() -> None:
+    engine = build(Setup())
+    clip_grad_norm_(engine.module.parameters(), LIMIT)  # nothing is pending, so that it is PyTorch's own
+    backward(engine, Micro(ALL, 1))
+    clip_grad_norm_(engine.module.parameters(), LIMIT)
+
+
+def by_a_norm_of_nothing() -> None:
+    engine = built(Setup())
+    clip_grads_with_norm_(engine.module.parameters(), LIMIT, torch.tensor(0.0))
+
+
+def of_a_gradient_that_is_not_finite() -> None:
+    engine = built(Setup())
+    backward(engine, Micro(ALL, 3), factor=float("inf"))
+    clip_grad_norm_(engine.module.parameters(), LIMIT, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (without_a_loop, "^RuntimeError: torch.nn.utils.clip_grad_norm_ got parameters .*: set gradient_clipping"),
+        (by_a_norm_of_nothing, "^RuntimeError: torch.nn.utils.clip_grads_with_norm_: .* use clip_grad_norm_"),
+        (of_a_gradient_that_is_not_finite, "^RuntimeError: torch.nn.utils.clip_grad_norm_: the norm .* is (inf|nan)"),
+    ],
+)
+def test_what_cannot_be_clipped_is_an_error(two_ranks: RankGroup, program: Any, message: str) -> None:
+    assert_fails(two_ranks, message, program)
+
+
+def others_beside(setup: Setup) -> list[bool]:
+    """With an engine in the middle of a window: other parameters, and after the engine is gone its own."""
+    engine = built(setup)
+    other = torch.nn.Linear(2, 1, bias=False)
+    other.weight.grad = torch.tensor([[3.0, 4.0]])
+    norm = clip_grad_norm_(other.parameters(), 1.0)
+    right = [float(norm) == 5.0, torch.allclose(other.weight.grad, torch.tensor([[0.6, 0.8]]))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        clip_grad_norm_((parameter for parameter in ()), 1.0)
+    right.append(any("empty generator" in str(each.message) for each in caught))
+    right.append(engine.next_step_clipping.asked(engine.update_window) is None)
+    parameters = list(engine.module.parameters())
+    engine.destroy()
+    return [*right, float(clip_grad_norm_(parameters, 1.0)) == 0.0]
+
+
+def test_other_parameters_are_left_to_pytorch(one_rank: RankGroup) -> None:
+    assert one_rank.run(others_beside, Setup()) == [[True] * 5]
+
+
+def aborted_after_clipping() -> tuple[float | None, float | None]:
+    engine = build(Setup(config={"requestzero": {"abort": True}}))
+    backward(engine, Micro(ALL, 1))
+    window = engine.update_window
+    engine.next_step_clipping.ask(window, LIMIT)
+    before = engine.next_step_clipping.asked(window)
+    engine.abort_request("it was bad")
+    backward(engine, Micro(ALL, 2))
+    after = engine.next_step_clipping.asked(engine.update_window)
+    assert engine.update_window is window
+    engine.destroy()
+    return before, after
+
+
+def test_a_clip_is_forgotten_with_the_requests_that_it_was_for(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(aborted_after_clipping) == [(LIMIT, None)] * 2
+
+
+def test_an_unknown_function_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clip_grad, "clip_grad_norm_", lambda *_: None)
+    monkeypatch.setattr(clip_grad, "clip_grad_value_", lambda *_: None)
+    monkeypatch.setattr(clip_grad, "_clip_grads_with_norm_", lambda *_: None)
+    with pytest.warns(UserWarning, match="clip_grad_norm_ of PyTorch .* does nothing"):
+        torch_clipping._install()

@@ -1,0 +1,99 @@
+"""Weights that a user writes between steps count at stage 3 too, where they are whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.engines import build, masters
+from support.ranks import RankGroup
+from support.setup import Setup
+from support.stage_3 import GATHERED, PLACES
+from support.windows import ALL, Micro, backward
+from support.written_weights import (
+    Write,
+    data_in_place,
+    in_place,
+    load_state_dict,
+    nothing,
+    one_element,
+    saved_and_loaded,
+    wrong_after_writes,
+)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A write on the first rank, where DeepSpeed has gathered the weights."""
+
+    write: Write
+
+    @property
+    def __name__(self) -> str:
+        return f"gathered {self.write.__name__}"
+
+    def __call__(self, module: torch.nn.Module) -> None:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                self.write(module)
+
+
+DIRECT: list[Write] = [nothing, in_place, one_element, load_state_dict, data_in_place]
+WRITES: list[Write] = [Gathered(write) for write in DIRECT]
+
+
+@pytest.mark.parametrize(("model", "accum"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")])
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_gathered_writes_count(two_ranks: RankGroup, place: dict[str, Any], model: str, accum: str) -> None:
+    zero = {**place.get("zero", {}), **GATHERED, "sub_group_size": 8}
+    setup = Setup(stage=3, model=model, accum=accum, **{**place, "zero": zero})
+    assert two_ranks.run(wrong_after_writes, setup, WRITES) == [[], []]
+
+
+@pytest.mark.parametrize("model", ["bf16", "fp32"])
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_weights_that_stay_gathered_are_written_directly(
+    three_ranks: RankGroup, place: dict[str, Any], model: str
+) -> None:
+    setup = Setup(stage=3, model=model, accum="fp32", **place)
+    assert three_ranks.run(wrong_after_writes, setup, [*DIRECT, *WRITES]) == [[]] * 3
+
+
+def test_without_comparison_they_do_not_count(two_ranks: RankGroup) -> None:
+    setup = Setup(stage=3, model="bf16", zero=GATHERED, config={"requestzero": {"compare_weights": False}})
+    for wrong in two_ranks.run(wrong_after_writes, setup, [nothing, Gathered(in_place)]):
+        assert set(wrong) == {"gathered in_place"}
+
+
+def set_masters(setup: Setup, local: bool) -> list[float]:
+    """First weights of the masters after they were set, and an update of the others."""
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    engine = build(setup)
+    for parameter in list(engine.module.parameters())[:2]:
+        if local:
+            safe_set_local_fp32_param(parameter, torch.full_like(parameter.ds_tensor, 5.0, dtype=torch.float32))
+        else:
+            safe_set_full_fp32_param(parameter, torch.full(tuple(parameter.ds_shape), 5.0))
+    backward(engine, Micro((False, False, *ALL[2:]), 1))
+    engine.step()
+    found = [float(weight.view(-1)[0]) for weight in masters(engine)[:2]]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("zero", [{}, GATHERED], ids=["left gathered", "released"])
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("model", ["bf16", "fp32"])
+def test_masters_that_the_user_sets_win(two_ranks: RankGroup, model: str, local: bool, zero: dict[str, Any]) -> None:
+    assert two_ranks.run(set_masters, Setup(stage=3, model=model, zero=zero), local) == [[5.0, 5.0]] * 2
+
+
+def test_checkpoints_hold_what_was_written(two_ranks: RankGroup, tmp_path: Path) -> None:
+    assert two_ranks.run(saved_and_loaded, Setup(stage=3), str(tmp_path)) == [True, True]
