@@ -81,7 +81,7 @@ def searched(kind: str) -> list[Any]:
     from transformers.trainer_utils import HPSearchBackend
 
     with fresh():
-        trainer: Any = Trainer(args=arguments_of(kind), model_init=tiny_llama, train_dataset=make_rows())
+        trainer: Any = Trainer(args=arguments_of(kind), model_init=lambda: tiny_llama(), train_dataset=make_rows())
         trainer.hp_search_backend = HPSearchBackend.RAY  # whose trials are plain dicts
         found: list[Any] = []
         for trial in ({"learning_rate": 1e-2}, {"learning_rate": 3e-2, "gradient_accumulation_steps": 3}):
