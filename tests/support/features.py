@@ -310,6 +310,12 @@ FEATURES = (
         "transformers/test_trainer_calls.py::test_train_twice_with_a_new_model",
     ),
     Feature(
+        "trials of a hyperparameter search",
+        TRAINER,
+        Outcome.SAME,
+        "transformers/test_trainer_calls.py::test_trials_of_a_hyperparameter_search",
+    ),
+    Feature(
         "`evaluate()` before `train()`, which it does not change",
         TRAINER,
         Outcome.SAME,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -82,10 +85,13 @@ def searched(kind: str) -> list[Any]:
 
     with fresh():
         trainer: Any = Trainer(args=arguments_of(kind), model_init=lambda: tiny_llama(), train_dataset=make_rows())
-        trainer.hp_search_backend = HPSearchBackend.RAY  # whose trials are plain dicts
+        trainer.hp_search_backend = HPSearchBackend.OPTUNA  # which need not be installed for this
+        trainer.hp_space = attrgetter("params")
         found: list[Any] = []
-        for trial in ({"learning_rate": 1e-2}, {"learning_rate": 3e-2, "gradient_accumulation_steps": 3}):
-            trainer.train(trial=trial)
+        trials = {"learning_rate": 1e-2}, {"learning_rate": 3e-2, "gradient_accumulation_steps": 3}
+        for number, params in enumerate(trials):
+            with patch("transformers.integrations.hp_params", attrgetter("params")):
+                trainer.train(trial=SimpleNamespace(number=number, params=params))
             found.append(weights(trainer))
             if kind != "plain":
                 assert type(trainer.model_wrapped).__name__ == "RequestZeROEngine"
