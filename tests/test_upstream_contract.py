@@ -136,6 +136,7 @@ RELIED_ON = {
         "Trainer.training_step",
         "Trainer._run_epoch",
         "Trainer._clip_grad_norm",
+        "Trainer._hp_search_setup",
         "Trainer._get_grad_norm",
         "Trainer._inner_training_loop",
         "Trainer._prepare_for_training",

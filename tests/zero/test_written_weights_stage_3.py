@@ -58,7 +58,7 @@ def test_gathered_writes_count(two_ranks: RankGroup, place: dict[str, Any], mode
 
 
 def written_directly(setup: Setup, folder: str) -> list[bool]:
-    """Whether a write to weights that are left gathered counts in a step, and another one in a checkpoint."""
+    """True where a write to weights that are left gathered counts: in a step, and in a checkpoint."""
     engine = build(setup)
     set_masters_beyond_bf16(engine)
     window(engine, 0)

@@ -70,7 +70,7 @@ def leave(engine: KeepsGradients) -> None:
 def _install() -> None:
     for name in (_NORM, _VALUE, _BY_GIVEN_NORM):
         function = getattr(clip_grad, name)
-        original = getattr(function, "__wrapped__", None)
+        original: Any = getattr(function, "__wrapped__", None)
         cells = [cell for cell in function.__closure__ or () if cell.cell_contents is original]
         for cell in cells:
             cell.cell_contents = partial(_clip, original)
