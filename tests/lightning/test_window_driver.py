@@ -10,6 +10,7 @@ import pytest
 from requestzero import MicroBatch
 from requestzero.config.options import RequestZeROSettings
 from requestzero.lightning.window_driver import WindowDriver, driver_of
+from requestzero.zero.common.next_step_clipping import NextStepClipping
 
 
 class Recorder:
@@ -18,6 +19,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.update_window = SimpleNamespace(request_open=False, is_open=False, micro_batches=2, requests=1)
+        self.next_step_clipping = NextStepClipping()
 
     @property
     def has_pending_gradients(self) -> bool:
