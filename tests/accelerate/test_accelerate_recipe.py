@@ -125,6 +125,18 @@ def test_resumed_equals_uninterrupted(two_ranks: RankGroup, tmp_path: Path, data
     assert resumed.micro_batches == summary.micro_batches
 
 
+def test_losses_at_stage_3_are_those_of_stage_2(two_ranks: RankGroup, tmp_path: Path, data: list[str]) -> None:
+    """Within rounding: DeepSpeed's stage 3 has a linear function of its own."""
+    settings = ["precision=fp32", *data]
+    stage_2, stage_3 = (
+        two_ranks.run(train_and_stay, str(tmp_path / name), f"zero={name}", *settings)[0][0]
+        for name in ("stage2", "stage3_offload")
+    )
+    assert (stage_3.updates_applied, stage_3.requests) == (stage_2.updates_applied, stage_2.requests) == (4, 7)
+    assert stage_3.first_loss == stage_2.first_loss > stage_3.last_loss
+    assert stage_3.last_loss == pytest.approx(stage_2.last_loss, rel=1e-6)
+
+
 LAUNCHED = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "pkg://requestzero.configs/accelerate/deepspeed/zero2_offload.yaml",
     "ACCELERATE_MIXED_PRECISION": "bf16",

@@ -1,4 +1,4 @@
-"""The recipes at stage 3: the losses and the final weights are those of stage 2."""
+"""The recipe at stage 3: its losses are those of stage 2."""
 
 from __future__ import annotations
 
@@ -30,5 +30,6 @@ def test_losses_are_those_of_stage_2(two_ranks: RankGroup, offload: str, tmp_pat
         two_ranks.run(train, str(tmp_path / f"{stage}"), f"zero=stage{stage}{offload}", *data)[0] for stage in (2, 3)
     )
     assert (stage_3.updates_applied, stage_3.requests) == (stage_2.updates_applied, stage_2.requests) == (3, 5)
-    assert (stage_3.first_loss, stage_3.last_loss) == (stage_2.first_loss, stage_2.last_loss)
-    assert stage_3.last_loss < stage_3.first_loss
+    assert stage_3.first_loss == stage_2.first_loss > stage_3.last_loss
+    # DeepSpeed's stage 3 has a linear function of its own, whose gradients are rounded otherwise.
+    assert stage_3.last_loss == pytest.approx(stage_2.last_loss, rel=1e-6)
