@@ -24,6 +24,7 @@ from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow import policy
 from requestzero.zero.stage_3.gathers import unwatch_gathers
 from requestzero.zero.stage_3.gradient_access import gather_whole, write_shard
+from requestzero.zero.stage_3.kept_modules import forget_module
 from requestzero.zero.stage_3.optimizer_parts import OptimizerParts, build_parts
 from requestzero.zero.stage_3.reduction import owned_parts
 from requestzero.zero.stage_3.universal import separate_groups
@@ -328,6 +329,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if self.sums.host is not None:
             self.sums.host.release()
         super().destroy()
+        forget_module(self.module)
 
     # --- what users read and write ----------------------------------------------------------------------------------
 
