@@ -9,8 +9,10 @@ that it has, such as ``(1, 2)``, and ``(1, None)`` where b takes no part; it is 
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -328,6 +330,20 @@ def stage_3_applies_the_infinity_of_a_skipped_window() -> Result:
     return [2, 0], update(engine, [(2, None)])
 
 
+def stage_3_keeps_destroyed_engines() -> Result:
+    """Stage 3: three engines that have stepped twice and are destroyed: how many of their modules are never freed."""
+    modules = []
+    for _ in range(3):
+        engine = build(3)
+        modules.append(weakref.ref(engine.module))
+        update(engine, [(1, 1)])
+        update(engine, [(1, 1)])
+        engine.destroy()
+        del engine
+    gc.collect()
+    return 0, sum(module() is not None for module in modules)
+
+
 def a_load_rounds_the_optimizer_state() -> Result:
     """16-bit master weights: the fp32 momentum of DeepSpeed's CPU Adam is bf16 after a load: no run resumes exactly."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -403,6 +419,7 @@ FAULTS: list[Callable[[], Result]] = [
     stage_3_sets_no_gradient_on_the_last_rank,
     stage_3_loses_gradients_that_were_offloaded,
     stage_3_applies_the_infinity_of_a_skipped_window,
+    stage_3_keeps_destroyed_engines,
     a_load_rounds_the_optimizer_state,
 ]
 

@@ -22,7 +22,6 @@ STAGE_3 = (
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.partition_parameters",
     "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.parameter_offload",
     "deepspeed.runtime.zero.partitioned_param_coordinator",
 )
 """Modules that only ZeRO 3 relies on."""
