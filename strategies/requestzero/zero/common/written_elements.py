@@ -9,13 +9,19 @@ _CHUNK = 1 << 24
 """Elements that are compared at once, which limits the temporary memory (112 MB with fp32 masters)."""
 
 
-def adopt_elements(weights: torch.Tensor, masters: torch.Tensor) -> None:
-    """Let masters take over the elements of weights that they do not round to; both are flat and of one length."""
-    for start in range(0, len(weights), _CHUNK):
-        new, old = weights[start : start + _CHUNK].to(masters.device), masters[start : start + _CHUNK]
+def adopt_elements(weights: torch.Tensor, masters: torch.Tensor, start: int, stop: int) -> None:
+    """Let masters take over the elements of weights that they do not round to, from ``start`` to ``stop``; flat."""
+    for begin in range(start, stop, _CHUNK):
+        end = min(begin + _CHUNK, stop)
+        new, old = _part(weights, begin, end).to(masters.device), _part(masters, begin, end)
         rounded = old.to(new.dtype)
         if old.device.type != "cpu" or not _same_bits(rounded, new):
             torch.where(rounded == new, old, new, out=old)
+
+
+def _part(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return elements of flat memory as a view; without an operator where that is all of it, as it mostly is."""
+    return flat if stop - start == len(flat) else flat[start:stop]
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

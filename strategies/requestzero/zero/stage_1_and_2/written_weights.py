@@ -71,7 +71,7 @@ class WrittenWeights:
                 0, rank * group.partition_size, group.partition_size
             )
             for start, stop in self._stretches(group, moved):
-                adopt_elements(weights[start:stop], masters[start:stop])
+                adopt_elements(weights, masters, start, stop)
         for param_id in [each for each in self._set_masters if each in taken_over or self._counted(each)]:
             del self._set_masters[param_id]
         self._versions = [param._version for param in self._layout.params]

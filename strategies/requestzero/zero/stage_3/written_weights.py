@@ -55,7 +55,7 @@ class WrittenShards:
             masters = self._optimizer.fp32_partitioned_groups_flat[index]
             if weights.data_ptr() != masters.data_ptr():  # in fp32 they are the same
                 for start, stop in self._stretches(index):
-                    adopt_elements(weights[start:stop], masters.detach()[start:stop])
+                    adopt_elements(weights, masters.detach(), start, stop)
 
     def _bring_back(self) -> None:
         """Copy this rank's part of parameters that stay gathered into their shards."""
