@@ -57,9 +57,9 @@ class ReductionSchedule:
         at_window_end = self.at is ReduceAt.WINDOW and window_ends
         return self.in_every_backward or (request_ends and (self.at is ReduceAt.REQUEST or at_window_end))
 
-    def on_arrival(self, reduces: bool) -> bool:
-        """Return whether a gradient is reduced as it comes, in a backward that :meth:`reduces`."""
-        return not self.fills_absent and (self.in_every_backward or (self.overlaps and reduces))
+    def on_arrival(self, reduces: Callable[[], bool]) -> bool:
+        """Return whether a gradient is reduced as it comes, in a backward that :meth:`reduces`, which is then asked."""
+        return not self.fills_absent and (self.in_every_backward or (self.overlaps and reduces()))
 
     @property
     def asks_for_memory(self) -> bool:

@@ -84,7 +84,7 @@ class GradientReduction:
 
     def gradient_arrived(self, param: Parameter) -> None:
         """Reduce a gradient that autograd has just brought, or leave it waiting. Collective where a bucket is full."""
-        if self._schedule.on_arrival(self._reduces()):
+        if self._schedule.on_arrival(self._reduces):
             self._send(param)
 
     @property

@@ -26,17 +26,19 @@ class LocalGradients:
 
     def accumulate(self, param: Any) -> None:
         """Move ``param.grad`` to where sums wait. A lone one keeps its dtype; the second widens the sum."""
-        if param.grad is None:
+        gradient = param.grad
+        if gradient is None:
             return
-        gradient, total = param.grad, param.grad_accum
-        param.grad = None
+        total, param.grad = param.grad_accum, None
+        if total is not None and id(param) in self._owned:  # first: this runs for every gradient
+            total.add_(gradient)
+            return
         param.grad_accum = gradient if total is None else self._sum(param, total, gradient)
         self.nbytes += param.grad_accum.nbytes - (0 if total is None else total.nbytes)
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def _sum(self, param: Any, total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        if id(param) in self._owned:
-            return total.add_(gradient)
+        """Return the sum of the first two gradients in memory of its own."""
         self._owned.add(id(param))
         if total.dtype != self._dtype:
             return total.to(self._dtype).add_(gradient)

@@ -253,7 +253,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         The count walks over all parameters of the model, a fifth of the backward of a model with many small ones.
         Outside a graph task of autograd DeepSpeed is left to count, which raises there.
         """
-        return super().should_refresh_expected_hook_count() and torch._C._current_graph_task_id() == -1
+        return torch._C._current_graph_task_id() == -1 and super().should_refresh_expected_hook_count()
 
     @override
     def configure_autoep_folding_tp_gradient_reduction(self, folding_spec: Any) -> None:
