@@ -3,6 +3,7 @@
     python benchmarks/communication.py                       # counts, and times without a limit
     python benchmarks/communication.py --rate 1gbit          # the same on a link of that rate (root, Linux)
     python benchmarks/communication.py --ranks 4 --only fp32
+    python benchmarks/communication.py --documentation outputs/communication.md    # all tables of the docs
 
 All contenders train the demo's model on windows of 4 requests of 4 micro-batches, with the same tokens in each.
 
@@ -11,31 +12,40 @@ All contenders train the demo's model on windows of 4 requests of 4 micro-batche
 - On the wire: what follows for each of 2, 8 and 64 ranks, by arithmetic, in the same multiples. A rank sends
   2 (n - 1) / n of what is all-reduced, and (n - 1) / n of what is reduce-scattered, gathered or exchanged. That is what
   rings do, and what gloo's all-reduce, all-gather and all-to-all were measured to send; gloo's own reduce-scatter,
-  which FSDP2 uses, sends as much as an all-reduce (see docs/concepts/communication.md).
+  which FSDP2 and stock ZeRO-3 use, sends as much as an all-reduce (see docs/concepts/communication.md). In its place
+  requestzero's ZeRO-3 calls the all-reduce on the CPU, and the reduce-scatter on GPUs: it is counted as the latter.
 - Speed: DDP's time divided by the contender's, which is a ratio of tokens per second. All contenders have a training of
   their own in the same processes and run each window in turn: median and quartiles of all windows but the first.
 
 ``--rate`` runs everything in a network namespace of its own, whose loopback device has this rate: the ranks share it,
 so that it limits the sum of what all of them send.
+
+``--documentation`` runs 2 and 4 ranks, both parts, without a limit and at 500 Mbit/s (without root: without a limit
+only), and writes a file of Markdown; about a quarter of an hour on two quiet cores. What sends most is left out where
+four ranks share the link. ``--quick`` is the same with three windows, to see whether everything runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from contenders import FSDP2, Contender, LightningDDP, StockZeRO, ZeRO
 from end_to_end import Window, demo_config, demo_model, gathered, synchronize, train_window
+from markdown_tables import markdown_table, write_sections
 from rich.console import Console
 from rich.table import Table
 from two_ranks import start
@@ -47,7 +57,18 @@ from requestzero.probe.timing import ratios, spread
 REQUESTS, MICRO_BATCHES, ROWS, TOKENS = 4, 4, 2, 128
 SMALLEST = 1024
 DDP = "DDP, no_sync"
+PARTS = ["fp32", "bf16"]
 CLUSTERS = (2, 8, 64)
+LINK, LINK_NAME = "500mbit", "500 Mbit/s"
+LIGHT = (
+    DDP,
+    "requestzero ZeRO-1",
+    "stock ZeRO-1, unmanaged",
+    "requestzero ZeRO-2, window",
+    "requestzero ZeRO-2, auto",
+    "stock ZeRO-2, unmanaged",
+)
+"""Contenders of ``--light``."""
 Builder = Callable[[torch.nn.Module, float], Contender]
 
 
@@ -66,6 +87,9 @@ def contenders(bf16: bool) -> dict[str, Builder]:
         "requestzero ZeRO-2, auto": partial(ZeRO, stage=2, at="auto", **kind),
         "stock ZeRO-2, managed": partial(StockZeRO, stage=2, managed=True, **kind),
         "stock ZeRO-2, unmanaged": partial(StockZeRO, stage=2, **kind),
+        "requestzero ZeRO-3": partial(ZeRO, stage=3, **kind),
+        "stock ZeRO-3, managed": partial(StockZeRO, stage=3, managed=True, **kind),
+        "stock ZeRO-3, unmanaged": partial(StockZeRO, stage=3, **kind),
         "FSDP2": partial(FSDP2, bf16=bf16),
         "FSDP2, once": partial(FSDP2, bf16=bf16, once=True),
     }
@@ -100,9 +124,13 @@ def sent(sizes: Counter[str], ranks: int) -> float:
     return sum(size * (2 if name == "all-reduce" else 1) * (ranks - 1) / ranks for name, size in sizes.items())
 
 
-def measure(part: str, cfg: Any, number: int) -> Table:
-    """Count and time all contenders of a part (collective)."""
-    builders = contenders(part == "bf16")
+Measured = dict[str, dict[str, Any]]
+"""By contender: ``models``, what is handed to each collective in multiples of the model; ``speeds`` against DDP."""
+
+
+def measure(part: str, cfg: Any, number: int, names: Sequence[str] | None) -> Measured:
+    """Count and time contenders of a part, all of them or those of these names (collective)."""
+    builders = {name: build for name, build in contenders(part == "bf16").items() if names is None or name in names}
     model = demo_model(cfg)
     size = sum(each.numel() for each in model.parameters()) * (2 if part == "bf16" else 4)
     data = windows(number + 2, cfg.model.vocab_size if "vocab_size" in cfg.model else 256)
@@ -110,10 +138,31 @@ def measure(part: str, cfg: Any, number: int) -> Table:
     sizes: dict[str, Counter[str]] = {}
     for name, training in trainings.items():
         train_window(training, data[0])
-        sizes[name] = count(training, data[1])
+        sizes[name] = as_on_gpus(name, count(training, data[1]))
+    by_rank = gathered(time_windows(trainings, data[2:]))
+    for training in trainings.values():
+        training.close()
+    return {
+        name: {
+            "models": {each: value / size for each, value in sorted(bytes_of.items())},
+            "speeds": [each for rank in by_rank for each in ratios(rank[DDP], rank[name])],
+        }
+        for name, bytes_of in sizes.items()
+    }
+
+
+def as_on_gpus(name: str, sizes: Counter[str]) -> Counter[str]:
+    """Count the all-reduces of our ZeRO-3, which stand for gloo's reduce-scatter, as what they are on GPUs."""
+    if name == "requestzero ZeRO-3":
+        sizes["reduce-scatter"] += sizes.pop("all-reduce", 0)
+    return sizes
+
+
+def time_windows(trainings: dict[str, Contender], data: list[Window]) -> dict[str, list[float]]:
+    """Return this rank's seconds of every window but the first, contenders in turn (collective)."""
     seconds: dict[str, list[float]] = {name: [] for name in trainings}
     names = list(trainings)
-    for turn, window in enumerate(data[2:]):
+    for turn, window in enumerate(data):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             dist.barrier()
@@ -121,34 +170,100 @@ def measure(part: str, cfg: Any, number: int) -> Table:
             train_window(trainings[name], window)
             synchronize()
             seconds[name].append(time.perf_counter() - began)
-    for training in trainings.values():
-        training.close()
-    return table_of(part, size, sizes, gathered(seconds))
+    return {name: each[1:] for name, each in seconds.items()}
 
 
-def table_of(part: str, size: int, sizes: dict[str, Counter[str]], by_rank: list[dict[str, list[float]]]) -> Table:
+def handed(models: dict[str, float]) -> str:
+    """Return what is handed to collectives as one text; whole numbers without fractions."""
+    names = {"all-to-all": "exchange"}
+    return ", ".join(f"{names.get(name, name)} {value:.2f}".removesuffix(".00") for name, value in models.items())
+
+
+def table_of(part: str, measured: Measured) -> Table:
     table = Table(title=f"{part}, {dist.get_world_size()} ranks: models per window, and speed against DDP")
     for heading in ("", "handed to collectives", *(f"sent, n={n}" for n in CLUSTERS), "speed"):
         table.add_column(heading, no_wrap=True, justify="left" if heading in ("", "handed to collectives") else "right")
-    for name, bytes_of in sizes.items():
-        handed = ", ".join(f"{each} {value / size:.2f}" for each, value in sorted(bytes_of.items()))
-        wire = [f"{sent(bytes_of, n) / size:.2f}" for n in CLUSTERS]
-        speeds = [each for rank in by_rank for each in ratios(rank[DDP], rank[name])]
-        table.add_row(name, handed, *wire, str(spread(speeds)))
+    for name, found in measured.items():
+        wire = [f"{sent(Counter(found['models']), n):.2f}" for n in CLUSTERS]
+        table.add_row(name, handed(found["models"]), *wire, str(spread(found["speeds"])))
     return table
 
 
-def run_rank(parts: list[str], number: int, overrides: list[str]) -> None:
+def run_rank(
+    parts: list[str], number: int, overrides: list[str], names: Sequence[str] | None, file: str | None
+) -> None:
+    """Measure the parts; the first rank prints them, and writes them into ``file`` (collective)."""
     cfg = demo_config(overrides)
-    for part in parts:
-        table = measure(part, cfg, number)
-        if dist.get_rank() == 0:
-            Console(width=150).print(table)
+    results = {part: measure(part, cfg, number, names) for part in parts}
+    if dist.get_rank() > 0:
+        return
+    for part, measured in results.items():
+        Console(width=150).print(table_of(part, measured))
+    if file is not None:
+        Path(file).write_text(json.dumps(results), encoding="utf-8")
+
+
+# --- the tables of the documentation --------------------------------------------------------------------------------
+
+
+def document(path: str, number: int, overrides: list[str]) -> None:
+    """Measure everything that the documentation has, and write its tables into ``path``."""
+    rates = [None, LINK] if can_limit() else [None]
+    columns: dict[str, dict[str, Measured]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for rate in rates:
+            for ranks in (2, 4):
+                name = f"{ranks} ranks" if rate is None else f"{ranks} ranks on {LINK_NAME}"
+                file = f"{folder}/{name}"
+                light = ["--light"] if rate is not None and ranks > 2 else []
+                began = time.monotonic()
+                run_alone(rate, ["--ranks", str(ranks), "--windows", str(number), "--json", file, *light, *overrides])
+                columns[name] = json.loads(Path(file).read_text(encoding="utf-8"))
+                print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+                write_sections(path, [(part, documented(part, columns)) for part in PARTS])
+
+
+def documented(part: str, columns: dict[str, dict[str, Measured]]) -> str:
+    """Return the table of a part: what is counted, and a column of speeds for each run."""
+    counted = columns["2 ranks"][part]
+    rows = []
+    for name, found in counted.items():
+        wire = [f"{sent(Counter(found['models']), n):.2f}" for n in CLUSTERS]
+        speeds = [shown(name, each[part]) for each in columns.values()]
+        rows.append([name.removeprefix("requestzero "), handed(found["models"]), *wire, *speeds])
+    sizes = [f"sent, {CLUSTERS[0]} ranks", *map(str, CLUSTERS[1:])]
+    return markdown_table(["", "handed to collectives", *sizes, *columns], rows)
+
+
+def shown(name: str, measured: Measured) -> str:
+    """Return the speed of a contender; empty where it was left out."""
+    if name == DDP:
+        return "1"
+    return str(spread(measured[name]["speeds"])) if name in measured else ""
+
+
+def can_limit() -> bool:
+    """Return whether this process may make a network namespace and limit its rate."""
+    return os.geteuid() == 0 and bool(shutil.which("ip") and shutil.which("tc"))
+
+
+def run_alone(rate: str | None, arguments: list[str]) -> None:
+    """Run this script in a process of its own, on a link of the rate if there is one.
+
+    Raises:
+        SystemExit: it has failed.
+    """
+    if rate is not None:
+        code = run_on_link(rate, arguments)
+    else:
+        code = subprocess.run([sys.executable, __file__, *arguments], check=False).returncode
+    if code:
+        raise SystemExit(code)
 
 
 def run_on_link(rate: str, arguments: list[str]) -> int:
     """Run this script without ``--rate`` in a network namespace whose loopback device has the rate."""
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
+    if not can_limit():
         raise SystemExit("--rate needs root, and the commands ip and tc (iproute2).")
     name = f"communication-{os.getpid()}"
     inside = ["ip", "netns", "exec", name]
@@ -167,17 +282,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks (default: %(default)s)")
     parser.add_argument("--windows", type=int, default=8, help="timed windows, at least 3 (default: %(default)s)")
-    parser.add_argument("--only", choices=["fp32", "bf16"], help="one of the two parts")
+    parser.add_argument("--only", choices=PARTS, help="one of the two parts")
     parser.add_argument("--rate", help="of the link that the ranks share, as tc writes it: 1gbit, 200mbit")
+    parser.add_argument("--light", action="store_true", help="only the contenders that send little")
+    parser.add_argument("--json", metavar="FILE", help="also write what was measured")
+    parser.add_argument("--documentation", metavar="FILE", help="write all tables of the docs")
+    parser.add_argument("--quick", action="store_true", help="three windows")
     parser.add_argument("overrides", nargs="*", help="overrides of the demo, such as model=byte_decoder_tiny")
     given = parser.parse_args()
-    if given.windows < 3:
-        parser.error(f"--windows {given.windows} is too few: the first one warms up, and ratios need two more.")
+    number = 3 if given.quick else given.windows
+    if number < 3:
+        parser.error(f"--windows {number} is too few: the first one warms up, and ratios need two more.")
+    if given.documentation:
+        document(given.documentation, number, given.overrides)
+        return
     if given.rate:
-        shown = ["--ranks", str(given.ranks), "--windows", str(given.windows), *given.overrides]
-        raise SystemExit(run_on_link(given.rate, [*shown, *(["--only", given.only] if given.only else [])]))
-    parts = [given.only] if given.only else ["fp32", "bf16"]
-    start(run_rank, parts, given.windows, given.overrides, ranks=given.ranks)
+        options = ["--only", given.only] if given.only else []
+        options += ["--json", given.json] if given.json else []
+        options += ["--light"] if given.light else []
+        raise SystemExit(
+            run_on_link(given.rate, ["--ranks", str(given.ranks), "--windows", str(number), *options, *given.overrides])
+        )
+    parts, names = [given.only] if given.only else PARTS, LIGHT if given.light else None
+    start(run_rank, parts, number, given.overrides, names, given.json, ranks=given.ranks)
 
 
 if __name__ == "__main__":

@@ -66,14 +66,14 @@ class Plain(Contender):
 
 
 class ZeRO(Contender):
-    """DeepSpeed's engine, of this package, with ZeRO-1 or 2.
+    """DeepSpeed's engine, of this package, with ZeRO-1, 2 or 3.
 
     Args:
         model: the module to train.
         lr: learning rate.
         stage: of ZeRO.
-        at: ``reduce_gradients_at``.
-        retain: ``retain_gpu_grad_partition_until_step``.
+        at: ``reduce_gradients_at`` (stages 1 and 2).
+        retain: ``retain_gpu_grad_partition_until_step`` (likewise).
         bf16: a bf16 model with fp32 masters and fp32 accumulation; else fp32.
         offload: the optimizer runs on the CPU.
     """
@@ -92,7 +92,8 @@ class ZeRO(Contender):
         import requestzero
 
         config = _deepspeed_config(model, stage, bf16, offload)
-        config["zero_optimization"]["retain_gpu_grad_partition_until_step"] = retain
+        if retain:
+            config["zero_optimization"]["retain_gpu_grad_partition_until_step"] = True
         config["requestzero"] = {} if at is None else {"reduce_gradients_at": at}
         self.model = requestzero.initialize(model=model, optimizer=adamw(model, lr), config=config)[0]
 
@@ -152,6 +153,8 @@ def _deepspeed_config(model: torch.nn.Module, stage: int, bf16: bool, offload: b
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": sum(each.numel() for each in model.parameters())}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
+    if stage == 3:  # else DeepSpeed keeps every weight of so small a model on every rank
+        zero["stage3_param_persistence_threshold"] = 0
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,

@@ -2,15 +2,16 @@
 
     python benchmarks/end_to_end.py
     python benchmarks/end_to_end.py --windows 20 --only bf16
+    python benchmarks/end_to_end.py --documentation outputs/end_to_end.md    # the tables of the docs
 
 Starts two ranks. All contenders train the demo's model on the demo's requests with PyTorch's AdamW, without clipping,
 and divide the sum over a window's trained tokens by their number. Two parts: ``fp32``, everything on the device; and
 ``bf16``, a bf16 model with fp32 masters and fp32 accumulation, the optimizer on the CPU where a contender can do that.
 
 - Speed: every contender has a training of its own in the same two processes, and they run each window in turn. Shown
-  is stock's time divided by the contender's (all compute the same tokens, so that it is a ratio of tokens per second):
-  median and quartiles of all windows but the first. Stock runs with ``managed_gradient_accumulation: false``, its own
-  way to many backwards and one step.
+  are the times of DDP, and of stock at the same stage, divided by the contender's (all compute the same tokens, so that
+  they are ratios of tokens per second): median and quartiles of all windows but the first. Stock runs with
+  ``managed_gradient_accumulation: false``, its own way to many backwards and one step.
 - Memory of a rank, in a pass before in which the contender is alone and nothing is timed: on GPUs what PyTorch has
   allocated, on the CPU the bytes of all live tensors, the host's included. "Between" is the most that is left after a
   micro-batch that ends a request. DeepSpeed's reduction bucket, which it allocates whole, has the model's size.
@@ -18,7 +19,7 @@ and divide the sum over a window's trained tokens by their number. Two parts: ``
   whether all weights are those of the first contender bit for bit.
 
 "Window" is ``reduce_gradients_at="window"``, which is the default of stage 1. FSDP2 "once" turns its reduction off
-until the window's last backward.
+until the window's last backward. At stage 3 every weight is partitioned, and gathered when it is needed.
 
 What is not the same: DDP keeps the whole model, its gradients and its optimizer state on every rank and reduces once,
 in the window's last backward. FSDP2 shards the parameters too, as ZeRO-3 does, and reduces in every backward, as ZeRO-2
@@ -39,6 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import FSDP2, Contender, LightningDDP, Plain, StockZeRO, Weights, ZeRO, device
+from markdown_tables import markdown_table, write_sections
 from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -51,15 +53,17 @@ from requestzero.probe.timing import ratios, spread
 from requestzero.recipes.model import next_token_loss
 
 MEMORY_WINDOWS = 2
-STOCK = "stock ZeRO-2"
+DDP = {"fp32": "Lightning DDP", "bf16": "Lightning DDP, autocast"}
 PARTS: dict[str, dict[str, Callable[..., Contender]]] = {
     "fp32": {
         "requestzero ZeRO-2, window": partial(ZeRO, stage=2, at="window"),
         "requestzero ZeRO-2": partial(ZeRO, stage=2),
         "requestzero ZeRO-1": partial(ZeRO, stage=1),
-        STOCK: partial(StockZeRO, stage=2),
+        "requestzero ZeRO-3": partial(ZeRO, stage=3),
+        "stock ZeRO-2": partial(StockZeRO, stage=2),
         "stock ZeRO-1": partial(StockZeRO, stage=1),
-        "Lightning DDP": partial(LightningDDP, bf16=False),
+        "stock ZeRO-3": partial(StockZeRO, stage=3),
+        DDP["fp32"]: partial(LightningDDP, bf16=False),
         "FSDP2": partial(FSDP2, bf16=False),
         "FSDP2, once": partial(FSDP2, bf16=False, once=True),
     },
@@ -68,9 +72,11 @@ PARTS: dict[str, dict[str, Callable[..., Contender]]] = {
         "requestzero ZeRO-2, released": partial(ZeRO, stage=2, bf16=True, offload=True),
         "requestzero ZeRO-2, retained": partial(ZeRO, stage=2, retain=True, bf16=True, offload=True),
         "requestzero ZeRO-1": partial(ZeRO, stage=1, bf16=True, offload=True),
-        STOCK: partial(StockZeRO, stage=2, bf16=True, offload=True),
+        "requestzero ZeRO-3": partial(ZeRO, stage=3, bf16=True, offload=True),
+        "stock ZeRO-2": partial(StockZeRO, stage=2, bf16=True, offload=True),
         "stock ZeRO-1": partial(StockZeRO, stage=1, bf16=True, offload=True),
-        "Lightning DDP, autocast": partial(LightningDDP, bf16=True),
+        "stock ZeRO-3": partial(StockZeRO, stage=3, bf16=True, offload=True),
+        DDP["bf16"]: partial(LightningDDP, bf16=True),
         "FSDP2": partial(FSDP2, bf16=True),
         "FSDP2, once": partial(FSDP2, bf16=True, once=True),
     },
@@ -255,44 +261,77 @@ def largest_difference(weights: Weights, others: Weights) -> float:
     return max((mine.double() - other.double()).abs().max().item() for mine, other in pairs)
 
 
-def table_of(part: str, by_rank: list[dict[str, Result]], plain: list[Weights]) -> Table:
-    table = Table(title=f"{part}: tokens per second against {STOCK}, bytes per rank, final weights")
-    for heading in ("", "speed", "peak", "between", "from fp32", "from fp64", "same bits as the first"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    results = by_rank[0]
-    first = next(iter(results.values())).weights
-    for name, result in results.items():
-        speeds = [each for rank in by_rank for each in ratios(rank[STOCK].seconds[1:], rank[name].seconds[1:])]
+HEADINGS = ("", "against DDP", "against stock", "peak", "between", "from fp32", "from fp64", "same bits as the first")
+
+
+def rows_of(part: str, by_rank: list[dict[str, Result]], plain: list[Weights]) -> list[list[str]]:
+    """Return the cells of a part's table, a row for each contender."""
+    first = next(iter(by_rank[0].values())).weights
+    rows = []
+    for name, result in by_rank[0].items():
         same = all(torch.equal(mine, other) for mine, other in zip(result.weights, first, strict=True))
-        table.add_row(
-            name,
-            str(spread(speeds)),
-            *(f"{max(getattr(rank[name], kind) for rank in by_rank) / 2**20:,.1f} MiB" for kind in ("peak", "between")),
-            *(f"{largest_difference(result.weights, each):.1e}" for each in plain),
-            "yes" if same else "no",
+        memory = (max(getattr(rank[name], kind) for rank in by_rank) for kind in ("peak", "between"))
+        rows.append(
+            [
+                name,
+                *(speed(name, other, by_rank) for other in (DDP[part], stock_of(name))),
+                *(f"{size / 2**20:,.1f} MiB" for size in memory),
+                *(f"{largest_difference(result.weights, each):.1e}" for each in plain),
+                "yes" if same else "no",
+            ]
         )
+    return rows
+
+
+def speed(name: str, other: str | None, by_rank: list[dict[str, Result]]) -> str:
+    """Return how many times as fast as ``other`` a contender is: median and quartiles."""
+    if name == other or other is None:
+        return "" if other is None else "1"
+    return str(spread([each for rank in by_rank for each in ratios(rank[other].seconds[1:], rank[name].seconds[1:])]))
+
+
+def stock_of(name: str) -> str | None:
+    """Return stock DeepSpeed at the stage of a contender, which may be that; ``None`` where there is none."""
+    return next((f"stock ZeRO-{stage}" for stage in (1, 2, 3) if f"ZeRO-{stage}" in name), None)
+
+
+def table_of(part: str, rows: list[list[str]]) -> Table:
+    table = Table(title=f"{part}: tokens per second, bytes per rank, final weights")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def run_rank(parts: list[str], count: int, overrides: list[str]) -> None:
+def run_rank(parts: list[str], count: int, overrides: list[str], file: str | None) -> None:
+    """Measure the parts; the first rank prints them, and writes them into ``file`` (collective)."""
     cfg = demo_config(overrides)
     windows = demo_windows(cfg, count)
     plain = plain_weights(cfg, windows)
+    sections = []
     for part in parts:
         by_rank = gathered(measure_part(part, cfg, windows))
         if dist.get_rank() == 0:
-            Console(width=150).print(table_of(part, by_rank, plain))
+            rows = rows_of(part, by_rank, plain)
+            Console(width=170).print(table_of(part, rows))
+            sections.append((part, markdown_table(HEADINGS, rows)))
+    if sections and file is not None:
+        write_sections(file, sections)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=8, help="update windows, at least 3 (default: %(default)s)")
     parser.add_argument("--only", choices=list(PARTS), help="one of the two parts")
+    parser.add_argument("--documentation", metavar="FILE", help="also write the tables as Markdown")
+    parser.add_argument("--quick", action="store_true", help="three windows")
     parser.add_argument("overrides", nargs="*", help="overrides of the demo, such as model=byte_decoder_tiny")
     given = parser.parse_args()
-    if given.windows < 3:
-        parser.error(f"--windows {given.windows} is too few: the first one warms up, and ratios need two more.")
-    start(run_rank, [given.only] if given.only else list(PARTS), given.windows, given.overrides)
+    count = 3 if given.quick else given.windows
+    if count < 3:
+        parser.error(f"--windows {count} is too few: the first one warms up, and ratios need two more.")
+    start(run_rank, [given.only] if given.only else list(PARTS), count, given.overrides, given.documentation)
 
 
 if __name__ == "__main__":
