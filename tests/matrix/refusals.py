@@ -32,7 +32,7 @@ def pytest_runtest_makereport(
         found = (reason for text in texts(call.excinfo.value) for part, reason in REFUSALS.items() if part in text)
         reason = next(found, None)
         if reason is not None:
-            report.user_properties.append((PROPERTY, reason))
+            item.user_properties.append((PROPERTY, reason))  # written at the test's end, from there
     return report
 
 
