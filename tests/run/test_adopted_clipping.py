@@ -1,0 +1,39 @@
+"""PyTorch's clipping in a program for DeepSpeed that ``requestzero.run`` has started."""
+
+from __future__ import annotations
+
+import pytest
+from torch.nn.utils import clip_grad_norm_
+
+from requestzero.run.adoption import _serve_clipping
+from support.engines import build, module_weights
+from support.ranks import RankGroup
+from support.setup import Setup
+from support.windows import ALL, LR, Micro, backward
+
+LIMIT = 0.125
+
+
+def clipped() -> tuple[float, float, float]:
+    """The norm before the step, that of the step, and how far the weights have moved."""
+    engine = build(Setup(config={"gradient_accumulation_steps": 2}))
+    _serve_clipping(engine)
+    before = module_weights(engine)
+    backward(engine, Micro(ALL, 1), mark=False)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_ .* not the last of gradient_accumulation"):
+        clip_grad_norm_(engine.module.parameters(), LIMIT)
+    engine.step()
+    backward(engine, Micro(ALL, 2), mark=False)
+    norm = float(clip_grad_norm_(engine.module.parameters(), LIMIT))
+    engine.step()
+    moved = sum(float((a - b).square().sum()) for a, b in zip(module_weights(engine), before, strict=True)) ** 0.5
+    found = norm, float(engine.get_global_grad_norm()), moved / LR
+    engine.destroy()
+    return found
+
+
+def test_it_clips_what_the_step_applies(two_ranks: RankGroup) -> None:
+    for norm, reported, moved in two_ranks.run(clipped):
+        assert norm == pytest.approx(reported, rel=1e-6)
+        assert norm > LIMIT
+        assert moved == pytest.approx(LIMIT, rel=1e-4)
