@@ -20,7 +20,7 @@ def clipped() -> tuple[float, float, float]:
     _serve_clipping(engine)
     before = module_weights(engine)
     backward(engine, Micro(ALL, 1), mark=False)
-    with pytest.raises(RuntimeError, match=r"clip_grad_norm_ .* not the last of gradient_accumulation"):
+    with pytest.raises(RuntimeError, match="not the last of gradient_accumulation"):
         clip_grad_norm_(engine.module.parameters(), LIMIT)
     engine.step()
     backward(engine, Micro(ALL, 2), mark=False)

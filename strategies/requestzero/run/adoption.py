@@ -139,7 +139,7 @@ def _serve_clipping(engine: Any) -> None:
     def prepare_step(call: str) -> dict[str, float]:
         if not engine.is_gradient_accumulation_boundary():
             raise RuntimeError(
-                f"{call} before a micro-batch that is not the last of gradient_accumulation_steps: the step clips the "
+                f"{call} after a micro-batch that is not the last of gradient_accumulation_steps: the step clips the "
                 "gradient of all of them. Set gradient_clipping in the DeepSpeed config."
             )
         engine.end_request()
