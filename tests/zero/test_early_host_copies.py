@@ -160,3 +160,58 @@ def test_sums_are_exact(
     zero = {"reduce_bucket_size": 8, "overlap_comm": overlap}
     setup = Setup(stage, offload=True, model="bf16", accum="fp32", at=at, zero=zero, **options)
     assert two_ranks.run(sums_are_exact, setup) == [True, True]
+
+
+class Three(torch.nn.Module):
+    """Three weights: the second of two ranks has one, and padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, gradient: float) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+def norm_beside_padding() -> float:
+    """The norm of a window of two requests, after something (noise of an optimizer, say) was put into the padding."""
+    engine: Any = build(Setup(offload=True, model="bf16", accum="fp32"), model=Three())
+    for window in range(2):
+        for gradient in (1.0, 1.0):
+            engine.set_gradient_accumulation_boundary(True)
+            engine.backward(engine(gradient))
+        engine.step()
+        if window == 0:
+            (host,), (group,) = host_gradients(engine), engine.optimizer.layout.groups
+            owned = sum(place.numel for place in group.owned.values())
+            assert engine.global_rank == 0 or owned < host.numel()
+            host[owned:] = 1000.0
+    norm = float(engine.get_global_grad_norm())
+    engine.destroy()
+    return norm
+
+
+def test_padding_is_zero_in_every_window(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(norm_beside_padding) == [pytest.approx(12**0.5)] * 2  # three gradients of 2
+
+
+def read_and_aborted(setup: Setup) -> bool:
+    """A gradient is read in the middle of a request, and that is aborted: the window is the request before it."""
+    from deepspeed.utils import safe_get_full_grad
+
+    engine: Any = build(setup)
+    backward(engine, Micro(ALL, 1))
+    engine.begin_request(micro_batches=2)
+    backward(engine, Micro(ALL, 2, False))
+    read = [safe_get_full_grad(param) for param in engine.module.parameters()]
+    assert all(each is not None for each in read)
+    engine.abort_request("read")
+    assert_sums(applied_by(engine), [Micro(ALL, 1)])
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_was_read_can_be_aborted(two_ranks: RankGroup, stage: int) -> None:
+    setup = Setup(stage, offload=True, model="bf16", accum="fp32", at="request")
+    assert two_ranks.run(read_and_aborted, setup) == [True, True]

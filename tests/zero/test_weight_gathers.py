@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest.mock import patch
 
@@ -35,7 +36,6 @@ class Gathers(TorchDispatchMode):
 def order_of_a_step(setup: Setup, requestzero: bool) -> tuple[list[str], bool]:
     """The order of steps and gathers in a step of several groups; true if the model has the new weights afterwards."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-    from deepspeed.utils import safe_get_full_fp32_param
 
     engine: Any = build(setup, requestzero)
     gathers, original = Gathers(), DeepSpeedZeroOptimizer._optimizer_step
@@ -47,15 +47,22 @@ def order_of_a_step(setup: Setup, requestzero: bool) -> tuple[list[str], bool]:
     backward(engine, Micro(ALL, 1))
     with patch.object(DeepSpeedZeroOptimizer, "_optimizer_step", step), gathers:
         engine.step()
+    arrived = has_new_weights(engine)
+    engine.destroy()
+    return gathers.log, arrived
+
+
+def has_new_weights(engine: Any) -> bool:
+    """Return true if the model's weights are those of the masters, of which this rank has a part."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
     weights = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
     dtype = next(engine.module.parameters()).dtype
-    arrived = all(
+    return all(
         torch.equal(new.cpu().to(dtype).float(), now)
         for new, now in zip(weights, module_weights(engine), strict=True)
         if new is not None
     )
-    engine.destroy()
-    return gathers.log, arrived
 
 
 @every_place
@@ -74,26 +81,76 @@ class Refusing(RuntimeError):
     pass
 
 
-def after_a_step_that_raised(setup: Setup) -> None:
-    """An optimizer that fails on all ranks when its second group steps; the next window is exact."""
-    engine: Any = build(setup)
-    backward(engine, Micro(ALL, 1))
-    step, calls = engine.optimizer.optimizer.step, []
+def fail_in_the_second_group(engine: Any, late: float = 0.0) -> None:
+    """Step with an optimizer that raises when its second group steps; the last rank is ``late`` by so many seconds."""
+    optimizer, calls = engine.optimizer.optimizer, []
+    step, groups = optimizer.step, optimizer.param_groups
 
     def fail(*args: Any, **kwargs: Any) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise Refusing
+        time.sleep(late * (torch.distributed.get_rank() == torch.distributed.get_world_size() - 1))
         step(*args, **kwargs)
 
-    groups = engine.optimizer.optimizer.param_groups
-    with patch.object(engine.optimizer.optimizer, "step", fail), pytest.raises(Refusing):
+    with patch.object(optimizer, "step", fail), pytest.raises(Refusing):
         engine.step()
-    engine.optimizer.optimizer.param_groups = groups  # DeepSpeed puts them back only where the step returns
+    optimizer.param_groups = groups  # DeepSpeed puts them back only where the step returns
+
+
+def after_a_step_that_raised(setup: Setup) -> None:
+    engine: Any = build(setup)
+    backward(engine, Micro(ALL, 1))
+    fail_in_the_second_group(engine)
     engine.zero_grad()
     assert_exact_window(engine, [Micro(ALL, 2), Micro(ALL, 3)])
     engine.destroy()
 
 
-def test_a_step_that_raised_leaves_no_gather_behind(two_ranks: RankGroup) -> None:
+def test_the_window_after_a_step_that_raised_is_exact(two_ranks: RankGroup) -> None:
     two_ranks.run(after_a_step_that_raised, Setup(2, groups=GROUPS))
+
+
+def written_after_a_step_that_raised(setup: Setup) -> bool:
+    """True if weights that are written after the step stay what they are, also once slower ranks have come."""
+    engine: Any = build(setup)
+    backward(engine, Micro(ALL, 1))
+    fail_in_the_second_group(engine, late=0.3)
+    with torch.no_grad():
+        for param in engine.module.parameters():
+            param.fill_(8.0)
+    torch.distributed.barrier()
+    time.sleep(0.2)
+    kept = all(bool((param == 8.0).all()) for param in engine.module.parameters())
+    engine.destroy()
+    return kept
+
+
+def test_nothing_comes_into_the_weights_after_a_step_that_raised(two_ranks: RankGroup) -> None:
+    setup = Setup(2, groups=GROUPS, config={"requestzero": {"rank_agreement": False}})
+    assert two_ranks.run(written_after_a_step_that_raised, setup) == [True, True]
+
+
+def step_of_another_engine(setup: Setup) -> tuple[bool, bool]:
+    """True for each of two engines if its model has the new weights, the second's step being within the first's."""
+    first, second = build(setup), build(setup, requestzero=False)
+    for engine in (first, second):
+        backward(engine, Micro(ALL, 1))
+    step, calls = first.optimizer.optimizer.step, []
+
+    def step_both(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            second.step()
+        step(*args, **kwargs)
+
+    with patch.object(first.optimizer.optimizer, "step", step_both):
+        first.step()
+    arrived = tuple(has_new_weights(engine) for engine in (first, second))
+    for engine in (first, second):
+        engine.destroy()
+    return arrived  # type: ignore[return-value]
+
+
+def test_another_engine_gathers_its_own_weights(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(step_of_another_engine, Setup(2, model="bf16", groups=GROUPS)) == [(True, True)] * 2

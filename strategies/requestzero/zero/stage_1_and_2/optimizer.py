@@ -191,7 +191,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
                 self._reduce(self.reduction.reduce_local)
             finally:
                 self.set_gradient_accumulation_boundary(saved)
-            self.sums.end_request(undoable=self._undoes_requests)
+            self.sums.end_request(undoable=self._undoes_requests or self.rollback.has_saved_sums)
             self._expose_sums()
 
     def begin_request(self) -> None:

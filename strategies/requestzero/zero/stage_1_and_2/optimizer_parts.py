@@ -100,7 +100,7 @@ def build_parts(
         origin=origin,
         rollback=rollback,
         written=WrittenWeights(optimizer, layout, options.compares_weights),
-        gathers=WeightGathers(layout.groups, lambda index: optimizer.bit16_groups_flat[index], ranks),
+        gathers=WeightGathers(layout.groups, lambda: optimizer.bit16_groups_flat, ranks),
         fragments={each.group.index: GradientFragments(each) for each in sums.accumulators},
     )
 

@@ -19,40 +19,65 @@ class WeightGathers:
     """Gathers the weights of one parameter group beside the optimizer's step of the others.
 
     # HACK: DeepSpeed 0.19.8 steps group after group and then gathers all of them, by a function that it looks up by a
-    # module-level name. While its step runs, that name ends the gathers which have begun here.
+    # module-level name. While its step runs, that name ends the gathers which have begun here. Where there is nothing
+    # to gather beside a step, DeepSpeed's function stays in its place.
 
     Args:
         groups: the layouts of all parameter groups, in the order of their steps.
-        flat: gives a group's flat weights by its index.
+        flat: gives the flat weights of all groups, as DeepSpeed's step gathers them.
         ranks: the data-parallel ranks.
     """
 
-    def __init__(self, groups: Sequence[GroupLayout], flat: Callable[[int], torch.Tensor], ranks: Ranks) -> None:
-        self._groups, self._flat, self._ranks = groups, flat, ranks
-        self._begun = 0
+    def __init__(self, groups: Sequence[GroupLayout], flat: Callable[[], list[torch.Tensor]], ranks: Ranks) -> None:
+        self._groups = [each for each in groups if dist.get_world_size(group=each.process_group) > 1]
+        self._flat, self._ranks = flat, ranks
+        self._begun: int | None = None  # how many groups a step has begun to gather; None outside of a step
         self._works: list[Any] = []
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Let DeepSpeed's step in the block end what :meth:`begin` has begun, and gather the other groups."""
-        self._begun, self._works = 0, []
-        with patched(stage_1_and_2, "all_gather_dp_groups", self._finish):
+        """Let DeepSpeed's step in the block end what :meth:`begin` has begun, and gather the other groups.
+
+        A step that raises waits too: no weight may change after it.
+        """
+        if len(self._groups) < 2:
+            yield
+            return
+        self._begun = 0
+        try:
+            with self._all_gather_replaced():
+                yield
+        finally:
+            self._begun = None
+            self._wait()
+
+    @contextmanager
+    def _all_gather_replaced(self) -> Iterator[None]:
+        original = stage_1_and_2.all_gather_dp_groups
+
+        def gather(groups_flat: list[torch.Tensor], **rest: Any) -> None:
+            if groups_flat is not self._flat():  # another engine's, in another thread
+                return original(groups_flat=groups_flat, **rest)
+            self.begin(len(self._flat()))
+            return self._wait()
+
+        with patched(stage_1_and_2, "all_gather_dp_groups", gather):
             yield
 
     def begin(self, count: int) -> None:
         """Begin to gather the first ``count`` groups, whose weights are final. Collective for those not begun yet."""
-        for group in self._groups[self._begun : count]:
-            if dist.get_world_size(group=group.process_group) > 1:
-                self._works.append(self._gather(group))
-        self._begun = max(self._begun, count)
+        if self._begun is None:
+            return
+        ready = [each for each in self._groups if each.index < count]
+        self._works.extend(map(self._gather, ready[self._begun :]))
+        self._begun = max(self._begun, len(ready))
 
     def _gather(self, group: GroupLayout) -> Any:
-        flat, rank = self._flat(group.index), dist.get_rank(group=group.process_group)
+        flat, rank = self._flat()[group.index], dist.get_rank(group=group.process_group)
         own = flat.narrow(0, rank * group.partition_size, group.partition_size)
         return self._ranks.comm.all_gather_into_tensor(flat, own, group=group.process_group, async_op=True)
 
-    def _finish(self, **_: Any) -> None:
-        self.begin(len(self._groups))
-        for work in self._works:
+    def _wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
-        self._works.clear()

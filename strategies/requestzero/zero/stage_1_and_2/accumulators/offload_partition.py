@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
 from requestzero.zero.common.partition_traffic import PartitionTraffic
-from requestzero.zero.common.streams import current_stream, has_streams
+from requestzero.zero.common.streams import current_stream, has_streams, keep_alive
 from requestzero.zero.stage_1_and_2.accumulators.accumulator import SavedSum
 from requestzero.zero.stage_1_and_2.accumulators.device import DevicePartition
 from requestzero.zero.stage_1_and_2.accumulators.offload_base import OffloadAccumulator
@@ -89,6 +88,7 @@ class PartitionAccumulator(OffloadAccumulator):
             stream.wait_stream(get_accelerator().current_stream())
         with get_accelerator().stream(stream):
             self.copies.to_host(total, host)
+            keep_alive(total, current_stream())  # where it was converted on the way
         self._copied.update(run.param_ids)
         self._traffic.published_bytes += host.nbytes
 
@@ -166,11 +166,15 @@ class PartitionAccumulator(OffloadAccumulator):
         return partition.flat.to(self.host().dtype)
 
     def _rest(self) -> Iterator[tuple[int, int]]:
-        """Yield first element and size of every stretch that no bucket has copied; padding is zero on both sides."""
-        for copied, stretch in groupby(self.group.owned.items(), key=lambda each: each[0] in self._copied):
-            places = [place for _, place in stretch]
-            if not copied:
-                yield places[0].offset, places[-1].offset + places[-1].numel - places[0].offset
+        """Yield first element and size of every stretch that no bucket has copied, padding included."""
+        end = 0
+        for param_id, place in self.group.owned.items():
+            if param_id in self._copied:
+                if place.offset > end:
+                    yield end, place.offset - end
+                end = place.offset + place.numel
+        if end < self.group.partition_size:
+            yield end, self.group.partition_size - end
 
     def _begin_absent(self) -> None:
         """Let the host gradient hold this window's sum, which is zero if no gradient has come."""
@@ -241,6 +245,8 @@ class PartitionAccumulator(OffloadAccumulator):
     def fragment(self, param_id: int) -> torch.Tensor:
         if self._partition is not None:
             self._partition.wait()  # a copy under way would be missed by a read, and would overwrite a write
+            if self._copied:  # or would get what is written
+                self.copies.order_before(current_stream())
             place = self.group.owned[param_id]
             return self._partition.flat.narrow(0, place.offset, place.numel)
         self.copies.wait()
