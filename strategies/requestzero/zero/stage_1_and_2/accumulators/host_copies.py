@@ -21,6 +21,7 @@ class HostCopies:
         if source.dtype != host.dtype and not (exact and source.device == host.device):
             # Between devices a converting copy would go through a pageable buffer and wait. A narrowing one rounds, and
             # may overflow: what is checked has to be what the host gets.
+            keep_alive(source, current_stream())
             source = source.to(host.dtype)
         host.copy_(source, non_blocking=True)
         if has_streams():

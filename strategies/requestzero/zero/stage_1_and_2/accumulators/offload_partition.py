@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
 from requestzero.zero.common.partition_traffic import PartitionTraffic
-from requestzero.zero.common.streams import current_stream, has_streams, keep_alive
+from requestzero.zero.common.streams import current_stream, has_streams
 from requestzero.zero.stage_1_and_2.accumulators.accumulator import SavedSum
 from requestzero.zero.stage_1_and_2.accumulators.device import DevicePartition
 from requestzero.zero.stage_1_and_2.accumulators.offload_base import OffloadAccumulator
@@ -88,7 +88,6 @@ class PartitionAccumulator(OffloadAccumulator):
             stream.wait_stream(get_accelerator().current_stream())
         with get_accelerator().stream(stream):
             self.copies.to_host(total, host)
-            keep_alive(total, current_stream())  # where it was converted on the way
         self._copied.update(run.param_ids)
         self._traffic.published_bytes += host.nbytes
 
