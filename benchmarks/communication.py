@@ -214,7 +214,7 @@ def document(path: str, number: int, overrides: list[str]) -> None:
         for rate in rates:
             for ranks in (2, 4):
                 name = f"{ranks} ranks" if rate is None else f"{ranks} ranks on {LINK_NAME}"
-                file = f"{folder}/{name}"
+                file = f"{folder}/{len(columns)}.json"
                 light = ["--light"] if rate is not None and ranks > 2 else []
                 began = time.monotonic()
                 run_alone(rate, ["--ranks", str(ranks), "--windows", str(number), "--json", file, *light, *overrides])

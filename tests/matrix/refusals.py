@@ -39,5 +39,6 @@ def pytest_runtest_makereport(
 def texts(error: BaseException | None) -> Iterator[str]:
     """Return the texts of the exceptions that a test has ended in."""
     while error is not None:
-        yield from getattr(error, "errors", None) or [str(error)]
+        errors = getattr(error, "errors", None)  # of ranks; other exceptions have a method of that name
+        yield from errors if errors and isinstance(errors, (list, tuple)) else [str(error)]
         error = error.__cause__ or error.__context__

@@ -50,6 +50,16 @@ def test_of_ranks_their_own_errors_count() -> None:
     assert list(texts(error)) == ["KeyError: 'other'"]
 
 
+def test_errors_may_be_a_method() -> None:
+    """As of what pydantic raises."""
+
+    class Invalid(ValueError):
+        def errors(self) -> list[str]:
+            return []
+
+    assert list(texts(Invalid(REFUSED))) == [REFUSED]
+
+
 def test_what_a_test_has_met_in_the_place_of_another_error_counts() -> None:
     with pytest.raises(AssertionError) as found, pytest.raises(ValueError, match="another text"):
         raise ValueError(REFUSED)

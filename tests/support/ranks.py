@@ -205,8 +205,8 @@ def _destroy_engines() -> None:
 
     Nothing else frees them, since autograd holds an engine's hooks, and they the engine. This comes before a call and
     not after it: by then no other rank is still at work with its part of an engine. What is left then stays for good
-    (DeepSpeed's ZeRO-3 keeps the modules of destroyed engines) and is not looked at again: DeepSpeed collects garbage
-    with every engine that it builds.
+    (DeepSpeed's own ZeRO-3 keeps the modules of destroyed engines) and is not looked at again: DeepSpeed collects
+    garbage with every engine that it builds.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 

@@ -95,6 +95,26 @@ def test_a_request_is_aborted(two_ranks: RankGroup, setup: Setup) -> None:
         assert two_ranks.run(aborted, setup, model) == [[5.0] * 8] * 2, model
 
 
+def factor(gradient_accumulation_steps: int) -> tuple[float, str]:
+    """Return what ``loss.backward()`` of a loss in a dataclass applies, or the error."""
+    setup = Setup(config={"gradient_accumulation_steps": gradient_accumulation_steps})
+    engine = build(setup, model=InDataclass())
+    try:
+        for _ in range(gradient_accumulation_steps):
+            engine(torch.full_like(engine.module.weight, 2.0)).loss.backward()
+        return float(full_grad(engine)[0]), ""
+    except RuntimeError as error:
+        return 0.0, str(error)
+    finally:
+        engine.destroy()
+
+
+def test_a_loss_that_nothing_would_divide_is_refused(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(factor, 1) == [(2.0, "")] * 2
+    for _, error in two_ranks.run(factor, 2):
+        assert "gradient_accumulation_steps (2) in engine.backward(loss) only" in error
+
+
 def test_what_deepspeed_looks_into() -> None:
     tensor = torch.ones(1)
     assert are_searched({"loss": tensor, "hidden": [(tensor, None)], "count": 3})

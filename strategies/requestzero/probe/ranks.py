@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -112,7 +112,8 @@ def _rank(rank: int, launch: Launch, folder: str, pipe: Connection) -> None:
         if rank == 0:
             pipe.send(text)
 
-    os.dup2(2, 1)  # libraries print there from C++, as gloo does in PyTorch 2.9, and the command may print JSON
+    with suppress(OSError):  # standard error is closed
+        os.dup2(2, 1)  # libraries print there from C++, as gloo does in PyTorch 2.9, and the command may print JSON
     report("imports")
     group = process_group(rank, launch.ranks, launch.device, folder, launch.shares_device, launch.longest_wait)
     with group, _quiet():

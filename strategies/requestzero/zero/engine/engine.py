@@ -190,7 +190,13 @@ class RequestZeROEngine(AbortingEngine):
         self.optimizer._backward_active_depth = 0
 
     def _refuse_unscaled(self) -> None:
-        """Refuse a gradient of a backward that the engine does not see, and which has no loss scale."""
+        """Refuse a gradient of a backward that the engine does not see, and which lacks a factor of the loss."""
+        if self._has_unsearched_outputs and self.gradient_accumulation_steps() > 1:
+            raise RuntimeError(
+                "A loss that the model returns in an object other than a tensor, tuple, list or dict is divided by "
+                f"gradient_accumulation_steps ({self.gradient_accumulation_steps()}) in engine.backward(loss) only: "
+                "use that, or return the loss in a dict."
+            )
         if float(self.optimizer.loss_scale) != 1.0 and not self._manual_backward_expected:
             raise RuntimeError(
                 "A backward that does not start at an output of the engine needs the loss scale of fp16: use "

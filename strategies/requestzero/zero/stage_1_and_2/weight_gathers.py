@@ -14,6 +14,8 @@ from requestzero.zero.common.ranks import Ranks
 from requestzero.zero.patch import patched
 from requestzero.zero.stage_1_and_2.layout import GroupLayout
 
+_GATHER_ALL = "all_gather_dp_groups"
+
 
 class WeightGathers:
     """Gathers the weights of one parameter group beside the optimizer's step of the others.
@@ -53,7 +55,7 @@ class WeightGathers:
 
     @contextmanager
     def _all_gather_replaced(self) -> Iterator[None]:
-        original = stage_1_and_2.all_gather_dp_groups
+        original = getattr(stage_1_and_2, _GATHER_ALL)
 
         def gather(groups_flat: list[torch.Tensor], **rest: Any) -> None:
             if groups_flat is not self._flat():  # another engine's, in another thread
@@ -61,7 +63,7 @@ class WeightGathers:
             self.begin(len(self._flat()))
             return self._wait()
 
-        with patched(stage_1_and_2, "all_gather_dp_groups", gather):
+        with patched(stage_1_and_2, _GATHER_ALL, gather):
             yield
 
     def begin(self, count: int) -> None:

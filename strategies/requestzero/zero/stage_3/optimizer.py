@@ -24,7 +24,7 @@ from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow import policy
 from requestzero.zero.stage_3.gathers import unwatch_gathers
 from requestzero.zero.stage_3.gradient_access import gather_whole, write_shard
-from requestzero.zero.stage_3.kept_modules import forget_module
+from requestzero.zero.stage_3.kept_modules import KeptModule
 from requestzero.zero.stage_3.optimizer_parts import OptimizerParts, build_parts
 from requestzero.zero.stage_3.reduction import owned_parts
 from requestzero.zero.stage_3.universal import separate_groups
@@ -59,6 +59,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         super().__init__(*args, **kwargs)
         self.window_options = window_options or WindowOptions()
         self._own(build_parts(self, self.window_options))
+        self._kept_module = KeptModule(self.module, self.parameter_offload.get_param_coordinator())
 
     def _own(self, parts: OptimizerParts) -> None:
         self.layout, self.ranks, self.sums = parts.layout, parts.ranks, parts.sums
@@ -329,7 +330,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if self.sums.host is not None:
             self.sums.host.release()
         super().destroy()
-        forget_module(self.module)
+        self._kept_module.forget()
 
     # --- what users read and write ----------------------------------------------------------------------------------
 
