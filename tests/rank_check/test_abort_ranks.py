@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from support.engines import build, masters
 from support.logs import logged_by
 from support.rank_scenarios import outcome
-from support.ranks import RankGroup
+from support.ranks import RankError, RankGroup
 from support.setup import Setup
 from support.stage_3 import GATHERED
 from support.updates import assert_sums, difference
@@ -156,6 +157,64 @@ def test_a_rank_that_alone_cannot_abort_ends_all(two_fresh_ranks: RankGroup, sta
         "rank 1: failed after micro-batch 1 of request 'r': RuntimeError: abort_request('bad data')" in outcomes[0].text
     )
     assert "has set a gradient of the window since it began" in outcomes[0].text
+
+
+def fails_as_the_other_aborts(engine: Any) -> None:
+    """One rank raises in a backward, before it has looked how the others have voted on the request."""
+    import deepspeed.comm as dist
+
+    with engine.data_pass():
+        engine.begin_request("r", micro_batches=1)
+        loss = engine(*values(1, dist.get_rank(), dist.get_world_size()), ALL)
+        if dist.get_rank() == 0:
+            engine.abort_request("bad data")
+            engine.begin_request("next", micro_batches=1)
+        loss.register_hook(run_out_of_memory)
+        engine.backward(loss)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_failure_as_another_rank_aborts_ends_all(two_fresh_ranks: RankGroup, stage: int) -> None:
+    setup = Setup(stage=stage, config=ABORT)
+    outcomes = two_fresh_ranks.run(outcome, fails_as_the_other_aborts, setup=setup, timeout=45.0)
+    assert {each.error for each in outcomes} == {"RankDisagreementError"}, outcomes
+    assert outcomes[0].text == outcomes[1].text
+    assert "rank 0: begins request 'next' of 1 micro-batches" in outcomes[0].text
+    assert "rank 1: failed after micro-batch 0 of request 'r': MemoryError: in the backward" in outcomes[0].text
+
+
+def dies_as_the_other_aborts() -> None:
+    """One rank dies once it knows of the abort."""
+    import deepspeed.comm as dist
+
+    engine = build(Setup(config=ABORT))
+    engine.begin_request("r")
+    if dist.get_rank() == 0:
+        engine.abort_request("bad data")
+    engine.agreement._channel.gather = lambda *_: os._exit(3)
+    backward(engine, Micro(ALL, 1))
+
+
+def test_a_rank_that_dies_as_another_aborts(two_fresh_ranks: RankGroup) -> None:
+    with pytest.raises(RankError, match=r"RankDisagreementError: The connection to a data-parallel rank was lost \("):
+        two_fresh_ranks.run(dies_as_the_other_aborts, timeout=30.0)
+
+
+def aborts_at_length() -> list[str]:
+    """Both ranks abort, with reasons of different lengths and letters."""
+    import deepspeed.comm as dist
+
+    engine = build(Setup(config=ABORT))
+    engine.begin_request("r")
+    with logged_by("requestzero") as messages:
+        engine.abort_request("é" * 3000 if dist.get_rank() == 1 else "bad data")
+    engine.destroy()
+    return messages
+
+
+def test_reasons_are_logged_in_full(two_ranks: RankGroup) -> None:
+    messages = two_ranks.run(aborts_at_length)[0]
+    assert messages == [f"Aborted request 'r': left out of update 1 (rank 0: bad data; rank 1: {'é' * 3000})."]
 
 
 def begins_badly(engine: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from requestzero.errors import RankDisagreementError
-from requestzero.rank_check import agreement
+from requestzero.rank_check import agreement, mailbox
 from requestzero.rank_check.intent import Kind
 from requestzero.rank_check.rank_report import RankReport
+from requestzero.rank_check.standstill import Standstill
 from requestzero.rank_check.watch import Watch
 from requestzero.zero.stage_1_and_2.bucket import Bucket
 from requestzero.zero.stage_1_and_2.gradient_reduction import GradientReduction
@@ -88,28 +90,63 @@ STEPS = RankReport([Kind.APPLY, 1, 0], "steps")
 REDUCES = RankReport([Kind.REDUCTION, 1, 0], "reduces")
 
 
+def watch_with_reports(reports: Callable[[], list[RankReport]]) -> Any:
+    """Return a watch that sees all ranks wait, with these reports at each look."""
+    waits: Any = watch()
+    waits._mailbox = SimpleNamespace(
+        **vars(waits._mailbox)
+        | {
+            "publish": lambda report: None,
+            "confirm": lambda: None,
+            "result": lambda: None,
+            "all_wait": lambda: True,
+            "reports": reports,
+            "set_result": lambda text, engines: text,
+        }
+    )
+    return waits
+
+
 @pytest.mark.parametrize("served", [False, True])
 def test_only_a_rank_that_looks_again_still_waits(served: bool) -> None:
     """A report is no news of a rank that its machine does not serve: its collective may be over."""
     looks = count()
     with polling_every(0.0):
-        waits: Any = watch()
-        waits._mailbox = SimpleNamespace(
-            **vars(waits._mailbox)
-            | {
-                "publish": lambda report: None,
-                "confirm": lambda: None,
-                "result": lambda: None,
-                "all_wait": lambda: True,
-                "reports": lambda: [replace(STEPS, looks=next(looks)), replace(REDUCES, looks=served * next(looks))],
-                "set_result": lambda text, engines: text,
-            }
+        waits = watch_with_reports(
+            lambda: [replace(STEPS, looks=next(looks)), replace(REDUCES, looks=served * next(looks))]
         )
         if served:
             with pytest.raises(RankDisagreementError, match=r"rank 0: steps\n  rank 1: reduces"):
                 waits.wait(Never(), lambda: STEPS)
         else:
             assert not waits.wait(Never(), lambda: STEPS, limit=0.2)
+
+
+def test_a_rank_that_goes_on_while_it_is_read_does_not_stand_still() -> None:
+    """Its looks are read after its report, and may be those of its next wait."""
+    first, stale = [[replace(each, looks=looks) for each in (STEPS, REDUCES)] for looks in (0, 2)]
+    looks = iter([first, stale])
+    with polling_every(0.0):
+        waits = watch_with_reports(lambda: next(looks, [stale[0], replace(stale[1], place=[Kind.STEP, 1, 0])]))
+        assert not waits.wait(Never(), lambda: STEPS, limit=0.2)
+    assert not list(looks)
+
+
+def test_a_rank_that_comes_to_the_same_place_again_is_in_another_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(mailbox, "_get_default_store", lambda: store)
+    ranks = [mailbox.Mailbox("engine", "ranks", rank, world_size=2) for rank in (0, 1)]
+    standstill, lasts = Standstill(), []
+    for rank, report in zip(ranks, (STEPS, REDUCES), strict=True):
+        rank.publish(report)
+    for again in (False, True, False):
+        if again:
+            ranks[1].withdraw()
+            ranks[1].publish(REDUCES)
+        lasts.append(standstill.lasts(ranks[0].reports()))
+        for rank in ranks * 2:
+            rank.confirm()
+    assert lasts == [False, False, True]
 
 
 def test_an_interrupted_wait_leaves_no_report() -> None:

@@ -187,7 +187,9 @@ class RankAgreement(Agreement):
             self._comparison.finish()
 
     def _note_abort(self) -> None:
-        self._abort = self._channel.gather(self._reason)
+        text = f"aborts {self._progress.request}: {self._reason or 'as another rank does'}"
+        report = RankReport.of(self._progress.votes(Kind.ABORT, text))
+        self._abort = self._channel.gather(self._reason, lambda work: self._watch.wait(work, lambda: report))
 
     def _exceeds(self, request: Request) -> bool:
         announced = request.micro_batches

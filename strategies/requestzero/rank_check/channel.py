@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -89,11 +91,17 @@ class Channel:
         self.rounds += 1
         return Round(intent, self._buffer, self._bounds, self._group)
 
-    def gather(self, text: str | None) -> list[str | None]:
-        """Return the texts of all ranks, by rank (collective)."""
-        texts: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(texts, text, group=self._group)
-        return texts
+    def gather(self, text: str | None, wait: Callable[[Any], object]) -> list[str | None]:
+        """Return the texts of all ranks, by rank (collective); ``wait`` is called with each collective under way."""
+        dumped = json.dumps(text).encode()
+        longest = max(map(int, self._gather(torch.tensor([len(dumped)], device="cpu"), wait)))
+        padded = torch.frombuffer(bytearray(dumped.ljust(longest)), dtype=torch.uint8)
+        return [json.loads(each.numpy().tobytes()) for each in self._gather(padded, wait)]
+
+    def _gather(self, tensor: torch.Tensor, wait: Callable[[Any], object]) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        wait(dist.all_gather(gathered, tensor, group=self._group, async_op=True))
+        return gathered
 
     def close(self) -> None:
         """Leave the group. A round under way would keep its threads waiting."""

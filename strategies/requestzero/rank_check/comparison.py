@@ -23,7 +23,7 @@ class Comparison:
         channel: for comparing.
         watch: for waiting.
         report: returns the report of an intent of this rank.
-        on_abort: called where the ranks have voted to abort a request.
+        on_abort: called where the ranks have voted to abort a request, on all of them (collective).
     """
 
     def __init__(
@@ -74,5 +74,7 @@ class Comparison:
         """Let a round end with ``report``; ranks that are at work are not waited for without end."""
         if not self._watch.wait(under_way.work, lambda: report, _FAILURE_GRACE_PERIOD, at_once=True):
             self._watch.give_up()
-        if not under_way.agreed():
+        if under_way.aborts():
+            self._on_abort()  # the others wait for this rank there; the next round tells them
+        elif not under_way.agreed():
             self._watch.disagree(report)

@@ -30,11 +30,13 @@ class Mailbox:
         self._name, self._rank, self._world_size = name, rank, world_size
         self._store, self._shared = _prefixed(name), _prefixed(ranks)
         self._published: RankReport | None = None
+        self._waits = 0
         self._acknowledged = self._left = False
 
     def publish(self, report: RankReport) -> None:
         """Publish what this rank waits for."""
-        report = replace(report, engine=self._name)
+        self._waits += 1
+        report = replace(report, engine=self._name, wait=self._waits)
         self._shared.set(f"report/{self._rank}", report.dump())
         if self._published is None:
             self._shared.add("waiting", 1)

@@ -20,6 +20,8 @@ class RankReport:
     """Micro-batches of the open update window."""
     engine: str = ""
     """Name of the engine whose check waits, the same on all ranks."""
+    wait: int = 0
+    """Number of the wait among those that the rank has reported in this engine: the same may come again."""
     looks: int | None = None
     """Times that the rank has looked for the others while it waited, here and before; ``None``: it waits no more."""
 

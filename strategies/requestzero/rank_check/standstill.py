@@ -16,7 +16,8 @@ class Standstill:
 
     A report says where a rank has waited, not that it still does: a collective may be over on one rank, which goes on
     and waits elsewhere, while another has not been given the processor to notice. So each rank confirms its report
-    after every interval of its wait, and a standstill is one in which all have done so since they were seen in it.
+    after every interval of its wait, and a standstill is one in which all have done so since they were seen in it. A
+    rank that has gone on and waits there again, as in a loop of evaluations, is in another wait.
     """
 
     def __init__(self) -> None:

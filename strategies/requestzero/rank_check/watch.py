@@ -137,8 +137,10 @@ class Watch:
 
     def _compare(self, standstill: Standstill) -> str | None:
         """Return the result if all ranks stand still; else ``None``."""
+        if not standstill.lasts(self._mailbox.reports()):
+            return None
         reports = self._mailbox.reports()
-        if not standstill.lasts(reports):
+        if not standstill.lasts(reports):  # a rank has gone on between the reads of its report and of its looks
             return None
         return self._mailbox.set_result(compose(reports), {each.engine for each in reports if each is not None})
 
