@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,8 +11,19 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_
 
+from requestzero.lightning import RequestZeRO
 from support.failures import assert_fails
-from support.lightning_parity import ManualNet, Net, Program, assert_as_under_ddp, data, fitted, trainer_of, weights
+from support.lightning_parity import (
+    OURS,
+    ManualNet,
+    Net,
+    Program,
+    assert_as_under_ddp,
+    data,
+    fitted,
+    trainer_of,
+    weights,
+)
 from support.ranks import RankGroup
 
 LIMIT = 0.05
@@ -70,6 +82,38 @@ def torch_clipping_in_manual_steps(kind: str) -> list[float]:
             optimizer = self.optimizers()
             self.manual_backward(self.loss(batch))
             clip_grad_norm_(self.parameters(), LIMIT)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return fitted(kind, Clipping())
+
+
+def torch_clipping_below_the_config(kind: str) -> list[float]:
+    """The DeepSpeed config clips at a smaller norm."""
+
+    class Clipping(ManualNet):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            clip_grad_norm_(self.parameters(), LIMIT if kind == "ddp" else 100.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if kind == "ddp":
+        return fitted(kind, Clipping())
+    options = OURS[kind]
+    config = {**options.get("config", {}), "gradient_clipping": LIMIT}
+    return fitted(kind, Clipping(), strategy=RequestZeRO(**{**options, "config": config}))
+
+
+def torch_clipping_before_changes(kind: str) -> list[float]:
+    class Clipping(ManualNet):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            clip_grad_norm_(self.parameters(), LIMIT)
+            with nullcontext() if kind == "ddp" else self.trainer.strategy.gradients():
+                self.first.weight.grad.clamp_(-LIMIT / 8, LIMIT / 8)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -142,6 +186,8 @@ def norms(kind: str) -> list[float]:
         clipping_hook,
         torch_clipping,
         torch_clipping_in_manual_steps,
+        torch_clipping_below_the_config,
+        torch_clipping_before_changes,
         torch_clipping_by_hand,
         edits,
         edits_through_data,
@@ -153,8 +199,6 @@ def test_gradients_in_hooks(two_ranks: RankGroup, program: Program) -> None:
 
 
 def bf16_norms(stage: int) -> list[bool]:
-    from requestzero.lightning import RequestZeRO
-
     seen: list[bool] = []
 
     class Reading(Net):
@@ -176,8 +220,6 @@ def test_with_a_sum_of_another_dtype(two_ranks: RankGroup, stage: int) -> None:
 
 
 def gradients_without_the_option() -> list[bool]:
-    from requestzero.lightning import RequestZeRO
-
     seen: list[bool] = []
 
     class Reading(Net):

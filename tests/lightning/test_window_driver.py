@@ -118,3 +118,10 @@ def test_without_an_engine_nothing_is_told() -> None:
     driver.end_epoch()
     driver.fail(RuntimeError())
     assert not driver.is_open
+
+
+def test_a_clip_without_norms_is_an_error() -> None:
+    driver = build()
+    driver.engine.optimizer = SimpleNamespace(compute_grad_norm=False)
+    with pytest.raises(ValueError, match=r"^self.clip_gradients and zero_optimization.compute_grad_norm=false"):
+        driver.clip(1.0)

@@ -61,6 +61,7 @@ def test_every_plugin_of_a_supported_stage_is_adopted(output: str) -> None:
         "stage 0": ["DeepSpeedPlugin", False, True, 0],
         "subclass": ["Named", True, True, 1, True, "hello"],
         "dataclass": ["More", True, True, 2, True, 4, 2],
+        "again": ["More", True, True, 2, 4, 3],
         "fields": [len(dataclasses.fields(DeepSpeedPlugin)), True],
         "copied": ["More", True, True, 2],
         "pickled": [ours, True, True, 2],

@@ -44,7 +44,8 @@ def arguments_of(deepspeed: Any) -> Any:
 
 def main() -> dict[str, Any]:
     config = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 1}
-    named, more = Named(zero_stage=1), More(zero_stage=2, more=4)
+    named, more = Named(zero_stage=1), More(zero_stage=2, more=4, gradient_accumulation_steps=2)
+    again = more.again({"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 3})
     facts: dict[str, Any] = {
         "plain": is_safe(DeepSpeedPlugin()),
         "by position": is_safe(DeepSpeedPlugin(config)),
@@ -54,6 +55,7 @@ def main() -> dict[str, Any]:
         "stage 0": is_safe(DeepSpeedPlugin(zero_stage=0)),
         "subclass": [*is_safe(named), isinstance(named, Named), named.greet()],
         "dataclass": [*is_safe(more), isinstance(more, More), more.more, more.constructed],
+        "again": [*is_safe(again), again.more, again.gradient_accumulation_steps],
         "fields": [len(dataclasses.fields(DeepSpeedPlugin)), "options" in dataclasses.asdict(DeepSpeedPlugin())],
         "copied": is_safe(copy.deepcopy(more)),
         "pickled": is_safe(pickle.loads(pickle.dumps(DeepSpeedPlugin()))),

@@ -200,19 +200,19 @@ FEATURES = (
         "`clip_grad_norm_` of some parameters, with another norm, and `clip_grad_value_`, at stages 1 and 2",
         ACCELERATE,
         Outcome.SAME,
-        "zero/test_torch_clipping.py::test_they_clip_as_in_plain_pytorch",
+        "accelerate/test_changed_gradients_and_weights.py::test_clips_are_those_of_ddp",
     ),
     Feature(
         "the same at stage 3",
         ACCELERATE,
         Outcome.REFUSED,
-        "zero/test_torch_clipping.py::test_stage_3_clips_all_parameters_by_their_norm",
+        "accelerate/test_changed_gradients_and_weights.py::test_stage_3_refuses_them",
     ),
     Feature(
         "weights written between updates, at stage 3 in a gathered block",
         ACCELERATE,
         Outcome.SAME,
-        "zero/test_written_weights_stage_3.py::test_gathered_writes_count",
+        "accelerate/test_changed_gradients_and_weights.py::test_written_weights_count_as_under_ddp",
     ),
     Feature(
         "last, shorter window of a loader, divided by its own count where DDP divides by N",

@@ -72,7 +72,7 @@ def arguments_of(kind: str) -> Any:
     if kind == "plain":
         return with_documented_line(None, given)
     if kind == "plugin":
-        return with_documented_line(STAGE_2, given, reduce_gradients_at="request")
+        return with_documented_line(STAGE_2, given, reduce_gradients_at="request", gradient_accumulation_steps=2)
     return RequestZeROTrainingArguments(
         deepspeed={**STAGE_2, "requestzero": {"reduce_gradients_at": "request"}}, **given
     )

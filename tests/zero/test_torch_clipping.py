@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_, clip_gr
 
 from requestzero.zero.clipping import LoopClipping
 from requestzero.zero.engine import torch_clipping
+from requestzero.zero.engine.torch_clipping import leave, serve
 from support.engines import build, module_weights
 from support.failures import assert_fails
 from support.ranks import RankGroup
@@ -69,7 +71,22 @@ def of_two_models(*models: torch.nn.Module) -> Any:
     return all_by_norm(*models, other)
 
 
+def all_twice(*models: torch.nn.Module) -> Any:
+    return [all_by_norm(*models), clip_grad_norm_(models[0].parameters(), LIMIT / 2)]
+
+
+def all_and_then_by_value(*models: torch.nn.Module) -> Any:
+    norm = all_by_norm(*models)
+    clip_grad_value_(models[0].parameters(), LIMIT / 8)
+    return norm
+
+
+def all_and_then_first(*models: torch.nn.Module) -> Any:
+    return [all_by_norm(*models), clip_grad_norm_(next(models[0].parameters()), LIMIT / 8)]
+
+
 CLIPS = [all_by_norm, all_by_another_norm, all_by_value, first_by_norm, of_two_models]
+SEVERAL = [all_twice, all_and_then_by_value, all_and_then_first]
 
 
 def clipped(setup: Setup, clip: Any) -> tuple[Any, Any]:
@@ -84,7 +101,7 @@ def clipped(setup: Setup, clip: Any) -> tuple[Any, Any]:
     return result
 
 
-@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("clip", [*CLIPS, *SEVERAL])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_they_clip_as_in_plain_pytorch(two_ranks: RankGroup, stage: int, clip: Any) -> None:
     for ours, plain in two_ranks.run(clipped, Setup(stage=stage), clip):
@@ -92,8 +109,9 @@ def test_they_clip_as_in_plain_pytorch(two_ranks: RankGroup, stage: int, clip: A
 
 
 def test_stage_3_clips_all_parameters_by_their_norm(two_ranks: RankGroup) -> None:
-    for ours, plain in two_ranks.run(clipped, Setup(stage=3), all_by_norm):
-        torch.testing.assert_close(ours, plain)
+    for clip in (all_by_norm, all_twice):
+        for ours, plain in two_ranks.run(clipped, Setup(stage=3), clip):
+            torch.testing.assert_close(ours, plain)
     for clip in (all_by_value, first_by_norm):
         assert_fails(two_ranks, "^NotImplementedError: torch.nn.utils.clip_grad_", clipped, Setup(stage=3), clip)
 
@@ -116,9 +134,16 @@ def of_a_gradient_that_is_not_finite() -> None:
     clip_grad_norm_(engine.module.parameters(), LIMIT, error_if_nonfinite=True)
 
 
+def without_norms() -> None:
+    engine = built(Setup(zero={"compute_grad_norm": False}))
+    assert float(clip_grad_norm_(engine.module.parameters(), float("inf"))) > 0
+    clip_grad_norm_(engine.module.parameters(), LIMIT)
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
+        (without_norms, "^ValueError: torch.nn.utils.clip_grad_norm_ and zero_optimization.compute_grad_norm=false "),
         (without_a_loop, "^RuntimeError: torch.nn.utils.clip_grad_norm_ got parameters .*: set gradient_clipping"),
         (by_a_norm_of_nothing, "^RuntimeError: torch.nn.utils.clip_grads_with_norm_: .* use clip_grad_norm_"),
         (of_a_gradient_that_is_not_finite, "^RuntimeError: torch.nn.utils.clip_grad_norm_: the norm .* is (inf|nan)"),
@@ -171,5 +196,46 @@ def test_an_unknown_function_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clip_grad, "clip_grad_norm_", lambda *_: None)
     monkeypatch.setattr(clip_grad, "clip_grad_value_", lambda *_: None)
     monkeypatch.setattr(clip_grad, "_clip_grads_with_norm_", lambda *_: None)
-    with pytest.warns(UserWarning, match="clip_grad_norm_ of PyTorch .* does nothing"):
+    with pytest.warns(UserWarning, match="clip_grad_norm_ of PyTorch .* does nothing") as caught:
         torch_clipping._install()
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def closure_over(value: Any) -> Any:
+    return lambda *_: value
+
+
+def test_the_cells_of_a_foreign_function_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign, empty = closure_over(None), closure_over(None)
+    empty.__wrapped__ = len
+    del empty.__closure__[0].cell_contents
+    for name, function in (("clip_grad_norm_", foreign), ("clip_grad_value_", empty)):
+        monkeypatch.setattr(clip_grad, name, function)
+    monkeypatch.setattr(clip_grad, "_clip_grads_with_norm_", foreign)
+    with pytest.warns(UserWarning, match="does nothing"):
+        torch_clipping._install()
+    assert foreign() is None
+
+
+class Engine:
+    """Stands for one."""
+
+
+def test_the_functions_are_pytorchs_own_after_the_last_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"]
+    for name in names:
+        own = clip_grad._no_grad(getattr(clip_grad, name).__wrapped__)
+        monkeypatch.setattr(clip_grad, name, own)
+    monkeypatch.setattr(torch_clipping, "_engines", WeakValueDictionary())
+    monkeypatch.setattr(torch_clipping, "_swapped", [])
+
+    def are_pytorchs() -> list[bool]:
+        functions = [getattr(clip_grad, name) for name in names]
+        return [function.__closure__[0].cell_contents is function.__wrapped__ for function in functions]
+
+    first, second = (cast(Any, Engine()) for _ in range(2))
+    found = [are_pytorchs()]
+    for act, engine in ((serve, first), (serve, second), (leave, first), (leave, second), (serve, first)):
+        act(engine)
+        found.append(are_pytorchs())
+    assert found == [[expected] * 3 for expected in (True, False, False, False, True, False)]

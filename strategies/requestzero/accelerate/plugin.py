@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from requestzero.accelerate.changes import find_changes
 from requestzero.accelerate.launch import SAVE_16BIT, launched_precision, precision_config
-from requestzero.accelerate.options import OWN_KEYS, OWN_OPTIONS
+from requestzero.accelerate.options import OWN_KEYS, OWN_OPTIONS, load_deepspeed_config
 from requestzero.accelerate.plan import Plan, make_plan
 from requestzero.accelerate.process_group import join_ranks
 from requestzero.accelerate.request_safe_plugin import RequestSafePlugin
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 # Fields that are no changes when they are set: Trainer puts an equal config in, and the flag is read where it counts.
 _LIVE = ("hf_ds_config", "zero3_init_flag")
+# Arguments whose value a trial of a hyperparameter search may choose.
+_SEARCHED = ("gradient_accumulation_steps", "gradient_clipping")
 
 
 @dataclass
@@ -144,8 +146,14 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
 
     @override
     def again(self, hf_ds_config: Any) -> RequestZeROPlugin:
-        """Return a new plugin with the same arguments and another DeepSpeed config."""
-        return RequestZeROPlugin(hf_ds_config=hf_ds_config, **self._given)
+        """Return a new plugin with the same arguments but those that another DeepSpeed config says."""
+        config = load_deepspeed_config(hf_ds_config)
+        said = {name: None for name in _SEARCHED if config.get(name, AUTO) != AUTO}
+        plugin = copy.copy(self)  # with what a subclass has
+        for name, value in {**self._given, **said, "hf_ds_config": hf_ds_config, "adopted_steps": None}.items():
+            setattr(plugin, name, value)
+        plugin.__post_init__()
+        return plugin
 
     def _adopt(self, plan: Plan) -> None:
         """Set the fields that Accelerate's part of the construction reads to what the plan says."""

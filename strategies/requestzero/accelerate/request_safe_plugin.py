@@ -46,7 +46,7 @@ class RequestSafePlugin:
         raise NotImplementedError
 
     def again(self, hf_ds_config: Any) -> RequestSafePlugin:
-        """Return a new plugin with the same arguments and another DeepSpeed config."""
+        """Return a new plugin with the same arguments but those that another DeepSpeed config says."""
         raise NotImplementedError
 
     def note_state(self) -> None:

@@ -2,8 +2,8 @@
 
 HACK: under DeepSpeed ``Trainer`` makes a new optimizer at every ``train()``, which ``accelerator.prepare`` then gets
 without the model, and refuses ``evaluate()`` before ``train()`` below stage 3; there it takes the optimizer out of the
-config. A trial has a ``DeepSpeedPlugin`` of its own, which would be a stock one. It offers no hook there. With the
-patches all do what they do without DeepSpeed, for our plugins. Written for Transformers 5.
+config. A trial has a ``DeepSpeedPlugin`` of its own, which would be a stock one. ``Trainer`` has no hook for any of
+this. With the patches all do what they do without DeepSpeed, for our plugins. Written for Transformers 5.
 """
 
 from __future__ import annotations

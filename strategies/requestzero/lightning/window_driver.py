@@ -25,7 +25,7 @@ from requestzero.lightning.current_batch import CurrentBatch
 from requestzero.lightning.requeue import DeferredRequeue
 from requestzero.lightning.sigterm import NotedSigterm
 from requestzero.lightning.user_hooks import STAGE_3_GRADIENTS, reads_gradients
-from requestzero.zero.clipping import LoopClipping
+from requestzero.zero.clipping import LoopClipping, check_norm_is_computed
 from requestzero.zero.metrics import logged_metrics
 
 if TYPE_CHECKING:
@@ -307,7 +307,12 @@ class WindowDriver:
         return self.gradients() if wanted else nullcontext()
 
     def clip(self, max_norm: float) -> None:
-        """Clip the divided gradient in the next step, in the place of the Trainer's ``gradient_clip_val``."""
+        """Clip the divided gradient in the next step, unless the config's ``gradient_clipping`` is smaller.
+
+        Raises:
+            ValueError: steps compute no norm.
+        """
+        check_norm_is_computed(self._running, "self.clip_gradients")
         self._running.next_step_clipping.ask(self._running.update_window, max_norm)
 
     def serve_torch_clipping(self) -> None:

@@ -137,7 +137,8 @@ def _serve_clipping(engine: Any) -> None:
     from requestzero.zero.clipping import LoopClipping
 
     def prepare_step(call: str) -> dict[str, float]:
-        if not engine.is_gradient_accumulation_boundary():
+        counts = engine.managed_gradient_accumulation()  # else every step() is at a boundary
+        if engine.inside_no_sync_ctxt or (counts and not engine.is_gradient_accumulation_boundary()):
             raise RuntimeError(
                 f"{call} after a micro-batch that is not the last of gradient_accumulation_steps: the step clips the "
                 "gradient of all of them. Set gradient_clipping in the DeepSpeed config."

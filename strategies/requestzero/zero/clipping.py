@@ -41,21 +41,26 @@ class LoopClipping:
             error_if_nonfinite: read the norm, which waits for the device, and check it.
 
         Returns:
-            A scalar tensor on the engine's device, the same on all ranks; 0 without a window.
+            A scalar tensor on the engine's device, the same on all ranks; 0 without a window. After an earlier call for
+            the window the norm that this one leaves, as in PyTorch.
 
         Raises:
-            ValueError: ``max_norm`` is not positive, or contradicts the config.
+            ValueError: ``max_norm`` is not positive, contradicts the config, or steps compute no norm.
             RuntimeError: the norm is not finite; on all ranks.
         """
         check_max_norm(call, max_norm, self._configured)
+        if not math.isinf(max_norm):
+            check_norm_is_computed(self._engine, call)
         norm = self._pending_norm(**self._prepare_step(f"{call}()"))
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"{call}: the norm of the window's gradient is {float(norm)}. Give error_if_nonfinite=False to let "
                 "the overflow policy decide in the step."
             )
-        self._engine.next_step_clipping.ask(self._engine.update_window, max_norm)
-        return norm
+        clipping, window = self._engine.next_step_clipping, self._engine.update_window
+        earlier = clipping.asked(window)
+        clipping.ask(window, max_norm)
+        return norm if earlier is None else norm * (earlier / (norm + 1e-6)).clamp(max=1.0)  # as PyTorch clips
 
     def _pending_norm(self, divisor: float = 1.0, normalization: str | None = None) -> torch.Tensor:
         if normalization == "token":
@@ -94,6 +99,15 @@ def check_max_norm(call: str, max_norm: float, configured: float | None) -> None
         raise ValueError(
             f"{call}(max_norm={max_norm!r}) contradicts gradient_clipping={configured!r} of the DeepSpeed config, at "
             "which the step clips: use the same value, or leave it out of the config."
+        )
+
+
+def check_norm_is_computed(engine: RequestZeROEngine, call: str) -> None:
+    """Raise ValueError where the engine's steps compute no norm, without which they cannot clip."""
+    if not engine.optimizer.compute_grad_norm:
+        raise ValueError(
+            f"{call} and zero_optimization.compute_grad_norm=false disagree, since a step clips by the norm: leave "
+            "that key out of the DeepSpeed config, or do not clip."
         )
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from deepspeed.utils.tensor_fragment import safe_get_full_grad, safe_set_full_grad
+from torch.nn.utils import clip_grads_with_norm_
 
+from requestzero.zero.common.life_cycle import pending_norm
 from requestzero.zero.stage_1_and_2.layout import PartitionLayout
 
 if TYPE_CHECKING:
@@ -23,8 +25,9 @@ def full_gradients(
 
     It is summed over the window, averaged over ranks and divided as the step will divide it, in the parameter's dtype.
     What the block makes of it is what the step applies: in-place changes (also through ``param.grad.data``), another
-    tensor, or ``None``, which is zero. Each rank holds the whole gradient meanwhile. Nothing happens where no gradients
-    are pending. The open request ends. For stages 1 and 2.
+    tensor, or ``None``, which is zero. Where the loop has asked the step to clip, it is clipped already, as in PyTorch.
+    Each rank holds the whole gradient meanwhile. Nothing happens where no gradients are pending. The open request ends.
+    For stages 1 and 2.
 
     Args:
         engine: whose window.
@@ -35,6 +38,18 @@ def full_gradients(
     if scale is None:
         yield
         return
+    max_norm = engine.next_step_clipping.take(engine.update_window)
+    if max_norm is not None:
+        norm = pending_norm(engine.optimizer)
+        with _shown(engine, scale) as params:
+            clip_grads_with_norm_(params, max_norm, norm)
+    with _shown(engine, scale):
+        yield
+
+
+@contextmanager
+def _shown(engine: RequestZeROEngine, scale: float) -> Iterator[Sequence[torch.nn.Parameter]]:
+    """Show the window's sum, divided by ``scale``, in the block, and write back what it has changed. Collective."""
     params = [param for param in engine.optimizer.layout.params if param.numel()]
     whole = [safe_get_full_grad(param) for param in params]  # all of them first: it would return param.grad
     for param, gradient in zip(params, whole, strict=True):
@@ -44,7 +59,7 @@ def full_gradients(
     given = [_own_part(engine, param, param.grad).clone() for param in params]
     engine.shows_gradients = True
     try:
-        yield
+        yield params
     finally:
         engine.shows_gradients = False
         left = [param.grad for param in params]

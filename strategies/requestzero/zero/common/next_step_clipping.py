@@ -22,7 +22,7 @@ class ClipsInStep(Protocol):
 
 
 class NextStepClipping:
-    """The norm at which the step of one engine's open window clips in the place of the config's.
+    """The norm at which the step of one engine's open window clips, unless that of the config is smaller.
 
     It belongs to the window: one that is discarded takes it along.
     """
@@ -45,20 +45,26 @@ class NextStepClipping:
             self._window, self._micro_batches = window, window.micro_batches
 
     def forget(self) -> None:
-        """Forget what was asked: the requests that it was for have been aborted."""
+        """Forget what was asked: it is done, or the requests that it was for have been aborted."""
         self._window = None
 
     def asked(self, window: UpdateWindow) -> float | None:
         """Return the norm that was asked for this window, ``None`` without one."""
         return self._max_norm if window is self._window else None
 
+    def take(self, window: UpdateWindow) -> float | None:
+        """Return the norm that was asked for this window, and forget it: the caller clips."""
+        asked = self.asked(window)
+        self.forget()
+        return asked
+
     @contextmanager
     def applied(self, optimizer: ClipsInStep) -> Iterator[None]:
-        """Let the optimizer's step clip as was asked while the block runs."""
+        """Let the optimizer's step clip as was asked, and as the config says, while the block runs."""
         configured, asked = optimizer.clip_grad, self.asked(optimizer.window)
         if asked is not None:
             self._warn_of_later_backwards(optimizer.window)
-            optimizer.clip_grad = asked
+            optimizer.clip_grad = min(asked, configured) if configured > 0 else asked
         try:
             yield
         finally:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from pathlib import Path
 
-_PACKAGES = (str(Path(__file__).parents[2]), *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_FOLDERS = str(Path(__file__).parents[2]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_PACKAGES = tuple({folder + os.sep for folder in _FOLDERS})
 """Folders of this package, of Python's own modules and of those that are installed."""
 
 

@@ -6,7 +6,8 @@ other parameters, for a window without gradients, or where ``param.grad`` holds 
 
 HACK: programs import these functions by name before there is any engine, so that nothing in the place of a name would
 reach them. Each is a closure over the function that does the work (PyTorch's ``_no_grad``). The first engine puts
-another function into that cell. Written for PyTorch 2.9 to 2.15.
+another function into that cell, and PyTorch's own comes back when the last one is destroyed. Written for PyTorch 2.9 to
+2.15.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from types import CellType
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch.nn.utils import clip_grad
+
+from requestzero.zero.common.user_line import stacklevel_of_user
 
 _NORM, _VALUE, _BY_GIVEN_NORM = "clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"
 
@@ -50,14 +54,15 @@ class KeepsGradients(Protocol):
 _engines: WeakValueDictionary[int, KeepsGradients] = WeakValueDictionary()
 """In the order in which they were built, which is that of all ranks."""
 _numbers = itertools.count()
+_swapped: list[tuple[CellType, Callable[..., Any]]] = []
+"""Cells that hold our function, each with PyTorch's."""
 
 
 def serve(engine: KeepsGradients) -> None:
     """Let PyTorch's functions clip the gradients that an engine keeps, until :func:`leave`."""
-    number = next(_numbers)
-    if number == 0:
+    if not _swapped:
         _install()
-    _engines[number] = engine
+    _engines[next(_numbers)] = engine
 
 
 def leave(engine: KeepsGradients) -> None:
@@ -65,21 +70,38 @@ def leave(engine: KeepsGradients) -> None:
     for number, each in [*_engines.items()]:
         if each is engine:
             del _engines[number]
+    if not _engines:
+        _restore()
 
 
 def _install() -> None:
     for name in (_NORM, _VALUE, _BY_GIVEN_NORM):
         function = getattr(clip_grad, name)
         original: Any = getattr(function, "__wrapped__", None)
-        cells = [cell for cell in function.__closure__ or () if cell.cell_contents is original]
+        cells = [cell for cell in function.__closure__ or () if original is not None and _content(cell) is original]
         for cell in cells:
             cell.cell_contents = partial(_clip, original)
+            _swapped.append((cell, original))
         if not cells:
             warnings.warn(
                 f"torch.nn.utils.{name} of PyTorch {torch.__version__} is not the function that requestzero knows: for "
                 "parameters of an engine it does nothing. Use gradient_clipping of the DeepSpeed config.",
-                stacklevel=2,
+                stacklevel=stacklevel_of_user(),
             )
+
+
+def _content(cell: CellType) -> Any:
+    """Return what a cell holds, ``None`` for an empty one."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _restore() -> None:
+    while _swapped:
+        cell, original = _swapped.pop()
+        cell.cell_contents = original
 
 
 def _clip(
