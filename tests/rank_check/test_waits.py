@@ -124,7 +124,7 @@ def test_only_a_rank_that_looks_again_still_waits(served: bool) -> None:
 
 def test_a_rank_that_goes_on_while_it_is_read_does_not_stand_still() -> None:
     """Its looks are read after its report, and may be those of its next wait."""
-    first, stale = [[replace(each, looks=looks) for each in (STEPS, REDUCES)] for looks in (0, 2)]
+    first, stale = [[replace(each, looks=looks) for each in (STEPS, REDUCES)] for looks in (0, 4)]
     looks = iter([first, stale])
     with polling_every(0.0):
         waits = watch_with_reports(lambda: next(looks, [stale[0], replace(stale[1], place=[Kind.STEP, 1, 0])]))
@@ -144,7 +144,7 @@ def test_a_rank_that_comes_to_the_same_place_again_is_in_another_wait(monkeypatc
             ranks[1].withdraw()
             ranks[1].publish(REDUCES)
         lasts.append(standstill.lasts(ranks[0].reports()))
-        for rank in ranks * 2:
+        for rank in ranks * 4:
             rank.confirm()
     assert lasts == [False, False, True]
 

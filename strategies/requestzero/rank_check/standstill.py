@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from requestzero.rank_check.rank_report import RankReport
 
-# The first may come from a rank that was not served for a while, before it finds that its wait is over.
-_LOOKS = 2
+# The first may come from a rank that was not served for a while, before it finds that its wait is over. More of them,
+# since the thread that receives for a rank may not be served while another one of it confirms.
+_LOOKS = 4
 
 
 class Standstill:
