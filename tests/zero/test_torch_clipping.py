@@ -153,6 +153,26 @@ def test_what_cannot_be_clipped_is_an_error(two_ranks: RankGroup, program: Any, 
     assert_fails(two_ranks, message, program)
 
 
+def without_weight() -> tuple[float, bool]:
+    """The norm, and whether the step applied anything, of a window of which no token is trained."""
+    engine = build(Setup())
+
+    def prepare_step(call: str) -> dict[str, str]:
+        engine.end_request()
+        return {"normalization": "token"}
+
+    engine.loop_clipping = LoopClipping(engine, prepare_step, configured=None)
+    engine.add_weight(0.0)
+    backward(engine, Micro(ALL, 1))
+    norm = float(clip_grad_norm_(engine.module.parameters(), LIMIT, norm_type=float("inf")))
+    engine.step(normalization="token")
+    return norm, engine.was_step_applied()
+
+
+def test_a_window_without_weight_has_nothing_to_clip(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(without_weight) == [(0.0, False)] * 2
+
+
 def others_beside(setup: Setup) -> list[bool]:
     """With an engine in the middle of a window: other parameters, and after the engine is gone its own."""
     engine = built(setup)
@@ -192,12 +212,13 @@ def test_a_clip_is_forgotten_with_the_requests_that_it_was_for(two_ranks: RankGr
     assert two_ranks.run(aborted_after_clipping) == [(LIMIT, None)] * 2
 
 
-def test_an_unknown_function_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_an_unknown_function_a_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clip_grad, "clip_grad_norm_", lambda *_: None)
     monkeypatch.setattr(clip_grad, "clip_grad_value_", lambda *_: None)
     monkeypatch.setattr(clip_grad, "_clip_grads_with_norm_", lambda *_: None)
-    with pytest.warns(UserWarning, match="clip_grad_norm_ of PyTorch .* does nothing") as caught:
+    with pytest.warns(UserWarning, match=r"clip_grad\w* of PyTorch .* does nothing") as caught:
         torch_clipping._install()
+    assert len(caught) == 3
     assert {warning.filename for warning in caught} == {__file__}
 
 

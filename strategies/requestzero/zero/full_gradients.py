@@ -36,7 +36,8 @@ def full_gradients(
     """
     scale = engine.prepare_divisor(divisor, normalization) if engine.has_pending_gradients else None
     if scale is None:
-        yield
+        with _shows_gradients(engine):  # there are none, or of a window without weight, which the step leaves out
+            yield
         return
     max_norm = engine.next_step_clipping.take(engine.update_window)
     if max_norm is not None:
@@ -57,11 +58,10 @@ def _shown(engine: RequestZeROEngine, scale: float) -> Iterator[Sequence[torch.n
         param.grad = (gradient / scale).to(param.dtype)
     del whole
     given = [_own_part(engine, param, param.grad).clone() for param in params]
-    engine.shows_gradients = True
     try:
-        yield params
+        with _shows_gradients(engine):
+            yield params
     finally:
-        engine.shows_gradients = False
         left = [param.grad for param in params]
         for param in params:
             param.grad = None
@@ -71,6 +71,16 @@ def _shown(engine: RequestZeROEngine, scale: float) -> Iterator[Sequence[torch.n
     for param, gradient, changed in zip(params, new, _differ(given, now), strict=True):
         if changed:
             safe_set_full_grad(param, gradient.to(accumulated) * scale)
+
+
+@contextmanager
+def _shows_gradients(engine: RequestZeROEngine) -> Iterator[None]:
+    """Say that ``param.grad`` is what the window has: PyTorch's functions act on it in the block."""
+    engine.shows_gradients = True
+    try:
+        yield
+    finally:
+        engine.shows_gradients = False
 
 
 def _own_part(engine: RequestZeROEngine, param: torch.nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor:
