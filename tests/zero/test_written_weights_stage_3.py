@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from requestzero.probe.counters import Operators
 from support.engines import build, masters
 from support.ranks import RankGroup
 from support.setup import Setup
@@ -58,15 +59,17 @@ def test_gathered_writes_count(two_ranks: RankGroup, place: dict[str, Any], mode
 
 
 def written_directly(setup: Setup, folder: str) -> list[bool]:
-    """True where a write to weights that are left gathered counts: in a step, and in a checkpoint."""
+    """True where a write to weights that are left gathered counts: in a step, a released cache, and a checkpoint."""
     engine = build(setup)
     set_masters_beyond_bf16(engine)
     window(engine, 0)
     dtype = next(engine.module.parameters()).dtype
     right = []
-    for saves in (False, True):
+    for saves, releases in ((False, False), (False, True), (True, False)):
         before = masters(engine)
         in_place(engine.module)
+        if releases:
+            engine.empty_partition_cache()
         rounded = [master.to(dtype).float() for master in before]
         written = [weight.clamp(-0.25, 0.25) for weight in rounded]
         start = [torch.where(a == b, m, a) for a, b, m in zip(written, rounded, before, strict=True)]
@@ -85,7 +88,7 @@ def test_weights_that_stay_gathered_are_written_directly(
     three_ranks: RankGroup, tmp_path: Path, place: str, model: str
 ) -> None:
     setup = Setup(stage=3, model=model, accum="fp32", **PLACES[place])
-    assert three_ranks.run(written_directly, setup, str(tmp_path)) == [[True, True]] * 3
+    assert three_ranks.run(written_directly, setup, str(tmp_path)) == [[True, True, True]] * 3
 
 
 def test_without_comparison_they_do_not_count(two_ranks: RankGroup) -> None:
@@ -116,3 +119,65 @@ def set_masters(setup: Setup, local: bool) -> list[float]:
 @pytest.mark.parametrize("model", ["bf16", "fp32"])
 def test_masters_that_the_user_sets_win(two_ranks: RankGroup, model: str, local: bool, zero: dict[str, Any]) -> None:
     assert two_ranks.run(set_masters, Setup(stage=3, model=model, zero=zero), local) == [[5.0, 5.0]] * 2
+
+
+def written_after_their_masters(setup: Setup, write: Write, folder: str) -> list[list[float]]:
+    """First two elements of two masters that were set: after each of two writes to the first, and after an update."""
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    engine = build(setup)
+    window(engine, 0)
+    parameters = list(engine.module.parameters())[:2]
+    for parameter in parameters:
+        safe_set_full_fp32_param(parameter, torch.full(tuple(parameter.ds_shape), 5.1))
+    rows = []
+    for value in (7.0, 6.0):
+        write(engine, parameters[0], value)
+        engine.save_checkpoint(folder)
+        rows.append([float(weight.view(-1)[at]) for weight in masters(engine)[:2] for at in (0, 1)])
+    backward(engine, Micro((False, False, *ALL[2:]), 2))
+    engine.step()
+    rows.append([float(weight.view(-1)[at]) for weight in masters(engine)[:2] for at in (0, 1)])
+    engine.destroy()
+    return rows
+
+
+def first_element(engine: Any, parameter: torch.nn.Parameter, value: float) -> None:
+    with torch.no_grad():
+        parameter.view(-1)[0] = value
+
+
+def first_element_gathered(engine: Any, parameter: torch.nn.Parameter, value: float) -> None:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        if torch.distributed.get_rank() == 0:
+            first_element(engine, parameter, value)
+
+
+@pytest.mark.parametrize(("zero", "write"), [({}, first_element), (GATHERED, first_element_gathered)])
+@pytest.mark.parametrize(("model", "offload"), [("bf16", False), ("bf16", True), ("fp32", False), ("fp32", True)])
+def test_a_weight_that_is_written_later_than_its_master_wins(
+    two_ranks: RankGroup, tmp_path: Path, model: str, offload: bool, zero: dict[str, Any], write: Any
+) -> None:
+    """Element by element; the others of its master, and other masters, stay as they were set."""
+    setup = Setup(stage=3, model=model, offload=offload, zero=zero)
+    set_to = pytest.approx(5.1)
+    for rows in two_ranks.run(written_after_their_masters, setup, write, str(tmp_path)):
+        assert rows == [[value, set_to, set_to, set_to] for value in (7.0, 6.0, 6.0)]
+
+
+def operators_of_bringing_back(setup: Setup) -> tuple[int, int]:
+    """Copies, one by one and at once, with which weights that stay gathered are looked after."""
+    engine = build(setup)
+    window(engine, 0)
+    with Operators() as counted:
+        engine.optimizer.written.adopt()
+    engine.destroy()
+    return counted.counts["aten.copy_"], counted.counts["aten._foreach_copy_"]
+
+
+@pytest.mark.parametrize("place", ["device", "params"])
+def test_weights_that_stay_gathered_are_copied_at_once(two_ranks: RankGroup, place: str) -> None:
+    setup = Setup(stage=3, model="fp32", **PLACES[place])
+    assert two_ranks.run(operators_of_bringing_back, setup) == [(0, 1)] * 2

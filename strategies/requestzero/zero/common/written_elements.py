@@ -13,13 +13,15 @@ def adopt_elements(weights: torch.Tensor, masters: torch.Tensor, start: int, sto
     """Let masters take over the elements of weights that they do not round to, from ``start`` to ``stop``; flat."""
     for begin in range(start, stop, _CHUNK):
         end = min(begin + _CHUNK, stop)
-        new, old = _part(weights, begin, end).to(masters.device), _part(masters, begin, end)
+        old = part_of(masters, begin, end)
+        # The host waits only for what it reads itself.
+        new = part_of(weights, begin, end).to(old.device, non_blocking=old.device.type != "cpu")
         rounded = old.to(new.dtype)
         if old.device.type != "cpu" or not _same_bits(rounded, new):
             torch.where(rounded == new, old, new, out=old)
 
 
-def _part(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def part_of(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return elements of flat memory as a view; without an operator where that is all of it, as it mostly is."""
     return flat if stop - start == len(flat) else flat[start:stop]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from typing_extensions import override
 
 from requestzero.zero.common import life_cycle, obstacles
+from requestzero.zero.common.exchanged_masters import follow_exchanges
 from requestzero.zero.common.frozen_parameters import kept_still
 from requestzero.zero.common.scale import StepScale, unscale_and_clip
 from requestzero.zero.common.window import DroppedRequest, UpdateWindow
@@ -58,26 +59,22 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         super().__init__(*args, **kwargs)
         self.window_options = window_options or WindowOptions()
         self._own(build_parts(self, self.window_options, lambda: self.window.is_open, self.reduces_after_backward))
+        follow_exchanges(self)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's optimizer that DeepSpeed's class does not have."""
         own = self.__dict__.get("optimizer")
         if own is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(own, name)
-        return self._changing_weights(value) if name in ("train", "eval") else value
+        return getattr(own, name)
 
-    def _changing_weights(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def exchanging_masters(self) -> Iterator[None]:
         """Let the model follow a method that exchanges master weights, as schedule-free optimizers do (collective)."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.written.adopt()
-            result = method(*args, **kwargs)
-            self.update_lp_params()
-            self.written.forget_set_masters()
-            return result
-
-        return call
+        self.written.adopt()
+        yield
+        self.update_lp_params()
+        self.written.forget_set_masters()
 
     @override
     def add_param_group(self, param_group: Any) -> None:

@@ -52,6 +52,8 @@ class ShardLayout:
         """``id(parameter)`` -> parameter id."""
         self.groups: list[list[int]] = []
         """Parameter ids, by sub-group."""
+        self.sub_groups: list[int] = []
+        """By parameter id."""
         self.shards: list[Shard] = []
         """By parameter id."""
         self.stretches: list[Stretch] = []
@@ -72,6 +74,7 @@ class ShardLayout:
     def _lay_out(self, params: Sequence[Any], rank: int) -> None:
         start = end = sum(self.stretches[-1]) if self.stretches else 0
         self.groups.append(list(range(len(self.shards), len(self.shards) + len(params))))
+        self.sub_groups.extend(len(self.stretches) for _ in params)
         for param in params:
             numel = int(param.partition_numel())
             owned = max(0, min(numel, int(param.ds_numel) - rank * numel))

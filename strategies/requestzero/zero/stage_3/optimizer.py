@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from typing_extensions import override
 
 from requestzero.zero.common import life_cycle, obstacles
+from requestzero.zero.common.exchanged_masters import follow_exchanges
 from requestzero.zero.common.frozen_parameters import kept_still
 from requestzero.zero.common.reduction_schedule import reducing_always
 from requestzero.zero.common.scale import StepScale, unscale_and_clip
@@ -60,6 +61,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.window_options = window_options or WindowOptions()
         self._own(build_parts(self, self.window_options))
         self._kept_module = KeptModule(self.module, self.parameter_offload.get_param_coordinator())
+        follow_exchanges(self)
 
     def _own(self, parts: OptimizerParts) -> None:
         self.layout, self.ranks, self.sums = parts.layout, parts.ranks, parts.sums
@@ -288,6 +290,30 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.written.adopt()
         super().checkpoint_event_prologue()
 
+    @contextmanager
+    def exchanging_masters(self) -> Iterator[None]:
+        """Let the model follow a method that exchanges master weights, as schedule-free optimizers do (collective)."""
+        self.checkpoint_event_prologue()
+        with self._masters_in_groups():
+            yield
+        for weights, masters in zip(self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat, strict=True):
+            weights.data.copy_(masters.data)
+        self.written.forget_set_masters()
+        self.checkpoint_event_epilogue()
+
+    @contextmanager
+    def _masters_in_groups(self) -> Iterator[None]:
+        """Put the masters into the user's parameter groups, which DeepSpeed leaves empty but in the step."""
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        self._clear_fp32_optimizer_param_groups()
+        self._set_fp32_optimizer_param_groups()
+        try:
+            yield
+        finally:
+            for group, params in zip(groups, before, strict=True):
+                group["params"] = params
+
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Also discard the open window: pending gradients belong to the weights before the load."""
@@ -393,6 +419,12 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.rollback.note_edit()
         if self.origin is not None:
             self.origin.note_edit()
+
+    @override
+    def empty_partition_cache(self) -> None:
+        """Also take over weights that were written since the last step, which the release would discard."""
+        self.written.adopt()
+        super().empty_partition_cache()
 
     @override
     def offload_states(self, *args: Any, **kwargs: Any) -> None:

@@ -170,6 +170,13 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     # Checkpoints.
     def checkpoint_event_prologue(self) -> None:
         """Releases every parameter, before a checkpoint is saved or loaded."""
+    def checkpoint_event_epilogue(self) -> None:
+        """Gathers the parameters that stay gathered, afterwards."""
+    def empty_partition_cache(self) -> None:
+        """Releases every parameter; ``offload_states`` does so first."""
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Adds the master weights to the user's parameter groups, which are empty but in a step."""
+    def _clear_fp32_optimizer_param_groups(self) -> None: ...
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None: ...
     def load_state_dict(
         self,
