@@ -101,7 +101,7 @@ def watch_with_reports(reports: Callable[[], list[RankReport]]) -> Any:
             "result": lambda: None,
             "all_wait": lambda: True,
             "reports": reports,
-            "set_result": lambda text, engines: text,
+            "set_result": lambda text, engines=(): text,
         }
     )
     return waits
@@ -130,6 +130,13 @@ def test_a_rank_that_goes_on_while_it_is_read_does_not_stand_still() -> None:
         waits = watch_with_reports(lambda: next(looks, [stale[0], replace(stale[1], place=[Kind.STEP, 1, 0])]))
         assert not waits.wait(Never(), lambda: STEPS, limit=0.2)
     assert not list(looks)
+
+
+def test_a_report_that_is_withdrawn_is_followed_by_another() -> None:
+    reports = iter([[STEPS, None], [STEPS, None], [STEPS, REDUCES]])
+    waits = watch_with_reports(lambda: next(reports))
+    with pytest.raises(RankDisagreementError, match=r"rank 0: steps\n  rank 1: reduces"):
+        waits.disagree(STEPS)
 
 
 def test_a_rank_that_comes_to_the_same_place_again_is_in_another_wait(monkeypatch: pytest.MonkeyPatch) -> None:

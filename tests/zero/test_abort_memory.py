@@ -53,7 +53,7 @@ def live(engine: Any) -> tuple[int, int]:
 
 
 def look() -> tuple[int, int]:
-    """What lives 50 milliseconds from now."""
+    """Return the number of live tensors and their bytes, 50 milliseconds from now."""
     time.sleep(0.05)
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]

@@ -149,11 +149,22 @@ class Watch:
         self._mailbox.publish(report)
         deadline = time.monotonic() + seconds
         if self._rank == 0:
-            while not self._mailbox.all_wait() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            self.raise_result(self._set_result())
+            self.raise_result(self._mailbox.set_result(compose(self._reports_by(deadline))))
         result = self._mailbox.wait_for_result(seconds)
         self.raise_result(self._set_result() if result is None else result)
+
+    def _reports_by(self, deadline: float) -> list[RankReport | None]:
+        """Return the reports once every rank has one; at the deadline those that there are.
+
+        A rank withdraws its report when its wait is over, a moment before it publishes why it cannot go on.
+        """
+        while time.monotonic() < deadline:
+            if self._mailbox.all_wait():
+                reports = self._mailbox.reports()
+                if None not in reports:
+                    return reports
+            time.sleep(0.01)
+        return self._mailbox.reports()
 
     def give_up(self) -> NoReturn:
         """Raise although no other rank has come within the limit of a wait; leave the result for when they do."""
