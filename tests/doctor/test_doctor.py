@@ -13,7 +13,7 @@ import pytest
 from requestzero.doctor import config_file, cpu_adam, requirements
 from requestzero.doctor.__main__ import main
 from requestzero.doctor.stock_losses import Loss, stock_run
-from requestzero.environment.versions import UNPROVED, proved_range
+from requestzero.environment.versions import UNPROVED, different_definitions, proved_range
 from support.installed import CHANGED_STEP, pretend_deepspeed, pretend_installed
 from support.paths import ROOT
 
@@ -45,6 +45,8 @@ def test_this_installation_is_supported(capsys: pytest.CaptureFixture[str]) -> N
         "supported": proved_range(),
         "optional": False,
         "proved": True,
+        "different": [],
+        "different_at_stage_3": list(different_definitions(stage_3=True) or ()),
         "ok": True,
     }
     assert found["machine"]["backend"] in ("gloo", "nccl")
@@ -69,6 +71,7 @@ def test_a_deepspeed_that_was_not_proved_is_status_4(
     pretend_deepspeed(monkeypatch, tmp_path, CHANGED_STEP)
     found = report(capsys)
     assert (found["status"], found["versions"]["deepspeed"]["proved"]) == (4, False)
+    assert found["versions"]["deepspeed"]["different"] == ["deepspeed.runtime.engine:DeepSpeedEngine.step"]
 
 
 def test_what_only_an_extra_needs_may_be_missing(

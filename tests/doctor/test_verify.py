@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from requestzero.environment.versions import UNPROVED
 from requestzero.probe.ranks import Launch
 from requestzero.probe.windows import random_windows
 from support.fake_cuda import fake_cuda
+from support.fp16 import fp16_on_cpu
 from support.ranks import RankGroup
 
 
@@ -153,6 +154,18 @@ def test_a_check_has_to_hold_on_every_rank(two_ranks: RankGroup) -> None:
     assert [check.passed for check in two_ranks.run(fails_on_rank_1)] == [False, False]
 
 
+def fp16_configurations() -> list[Updates]:
+    found = [setup for setup in configurations(cuda=True, stage_3=False) if setup.model == "fp16"]
+    with fp16_on_cpu():
+        return [compare(setup, telling_windows(number)) for number, setup in enumerate(found)]
+
+
+def test_the_configurations_of_gpus_alone_are_exact(two_ranks: RankGroup) -> None:
+    for found in two_ranks.run(fp16_configurations):
+        assert len(found) == 8
+        assert [each for each in found if each.wrong or each.error] == []
+
+
 # --- what only a GPU has, as far as the CPU goes ----------------------------------------------------------------------
 
 
@@ -189,6 +202,14 @@ def test_all_gpu_checks_run(one_rank: RankGroup) -> None:
     assert len(checks) == 12
     assert [check for check in checks[:-1] if not check.passed] == []
     assert (checks[-1].name, checks[-1].passed) == ("host waits in two backwards", None)
+
+
+def test_ranks_that_cannot_share_a_gpu_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "ones", Mock(side_effect=NotImplementedError()))
+    check = gpu.cannot_communicate()
+    assert check is not None
+    assert (check.passed, check.detail) == (None, "not possible with this backend: NotImplementedError: ")
+    assert Run("two ranks that share the GPU", checks=[check]).passed
 
 
 def late_gpu_check() -> bool:
@@ -264,6 +285,30 @@ def test_on_a_gpu_the_result_is_kept(
     assert main(["--verify"]) == 5
     assert json.loads((tmp_path / "outputs/verify.json").read_text())["runs"][0]["failure"] == "died"
     assert "wrote outputs/verify.json" in capsys.readouterr().err
+
+
+def test_a_result_that_could_not_be_written_is_told_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for out, why in (
+        (tmp_path, "is a directory: give a file"),
+        (tmp_path / "file/result.json", "is a file"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--verify", "--out", str(out)])
+        assert why in capsys.readouterr().err
+
+
+def test_a_result_that_is_not_written_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").write_text("")
+    found = replace(verification(Run("ranks", [Updates("default", 15, 0)])), gpus=1)
+    monkeypatch.setattr("requestzero.doctor.verify.run.verify", lambda device, report: found)
+    assert main(["--verify"]) == 0
+    printed = capsys.readouterr()
+    assert "0 of 15 parameter updates are wrong" in printed.out
+    assert "could not write outputs/verify.json" in printed.err
 
 
 # --- its time ---------------------------------------------------------------------------------------------------------

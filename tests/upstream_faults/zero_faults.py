@@ -10,6 +10,7 @@ that it has, such as ``(1, 2)``, and ``(1, None)`` where b takes no part; it is 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import tempfile
 import weakref
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import deepspeed
 import torch
@@ -396,6 +397,20 @@ def a_backward_from_a_dataclass_is_lost() -> Result:
     return [2.0, 2.0], [x - y for x, y in zip(before, weights(engine), strict=True)]
 
 
+def a_gpu_named_by_its_uuid_has_no_memory() -> Result:
+    """``CUDA_VISIBLE_DEVICES`` has UUIDs, as schedulers write them: ``available_memory``, with a stand-in for NVML."""
+    from deepspeed.accelerator import cuda_accelerator
+
+    nvml = MagicMock()
+    nvml.nvmlDeviceGetMemoryInfo.return_value.free = 2**30
+    visible = patch.dict(os.environ, CUDA_VISIBLE_DEVICES="GPU-5a1c3f2e-0000-4000-8000-000000000000")
+    with patch.object(cuda_accelerator, "pynvml", nvml), visible:
+        try:
+            return 2**30, cuda_accelerator.CUDA_Accelerator().available_memory(0)
+        except Exception as error:
+            return 2**30, f"{type(error).__name__}: {error}"
+
+
 FAULTS: list[Callable[[], Result]] = [
     earlier_requests_are_lost,
     first_request_is_lost,
@@ -421,6 +436,7 @@ FAULTS: list[Callable[[], Result]] = [
     stage_3_applies_the_infinity_of_a_skipped_window,
     stage_3_keeps_destroyed_engines,
     a_load_rounds_the_optimizer_state,
+    a_gpu_named_by_its_uuid_has_no_memory,
 ]
 
 

@@ -167,6 +167,9 @@ class Memory:
     def __init__(self, free: int) -> None:
         self._free = free
 
+    def device_name(self) -> str:
+        return "another"
+
     def memory_allocated(self) -> int:
         return 300
 
@@ -195,6 +198,26 @@ def test_what_counts_as_free() -> None:
         assert free_memory.MemoryWatch(300).margin == 300, "or another partition"
         assert free_memory.MemoryWatch(300).suffices()
         assert not free_memory.MemoryWatch(301).suffices()
+
+
+class Gpu(Memory):
+    """The same on a GPU whose number DeepSpeed cannot read, since ``CUDA_VISIBLE_DEVICES`` names it by its UUID."""
+
+    def device_name(self) -> str:
+        return "cuda"
+
+    def available_memory(self) -> int:
+        return int("GPU-5a1c3f2e")
+
+
+def test_of_a_gpu_pytorch_is_asked() -> None:
+    from requestzero.zero.stage_1_and_2.accumulators import retention as free_memory
+
+    with (
+        patch.object(free_memory, "get_accelerator", lambda: Gpu(0)),
+        patch.object(torch.cuda, "mem_get_info", lambda: (100, 1000)),
+    ):
+        assert free_memory.free_device_memory() == 300
 
 
 # --- weights --------------------------------------------------------------------------------------------------------

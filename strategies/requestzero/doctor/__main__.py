@@ -44,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--verify takes no CONFIG: it has configurations of its own.")
     if not given.verify and (given.out or given.device):
         parser.error("--out and --device are for --verify.")
+    for problem in _out_problems(given.out) if given.out else []:
+        parser.error(problem)
     try:
         # DeepSpeed logs to standard output, which belongs to the report.
         with contextlib.redirect_stdout(sys.stderr):
@@ -51,18 +53,40 @@ def main(arguments: list[str] | None = None) -> int:
     except (ImportError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return Status.UNFIT
+    _print(found, given.json)
     out = given.out or (GPU_RESULT if isinstance(found, Verification) and found.gpus else None)
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found.as_json(), indent=2) + "\n", encoding="utf-8")
-        print(f"wrote {out}", file=sys.stderr)
-    if given.json:
+        _write(found, out)
+    return found.status
+
+
+def _out_problems(out: Path) -> list[str]:
+    """Return why the result could not be written, which is found out before the minutes of the self-test."""
+    from requestzero.probe.options import folder_problems  # imports PyTorch
+
+    if out.is_dir():
+        return [f"--out {str(out)!r} is a directory: give a file."]
+    return folder_problems("--out", out.parent)
+
+
+def _print(found: Diagnosis | Verification, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(found.as_json(), indent=2))
     elif isinstance(found, Diagnosis):
         show(found)
     else:
         print("\n".join(found.lines()))
-    return found.status
+
+
+def _write(found: Diagnosis | Verification, out: Path) -> None:
+    """Write the result; what has taken minutes is printed by now, and its status stays if it cannot be written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found.as_json(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"could not write {out}: {error}", file=sys.stderr)
+    else:
+        print(f"wrote {out}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ from importlib import metadata
 
 from requestzero.environment.machine import installed_versions
 from requestzero.environment.ranges import DISTRIBUTION, is_allowed, requirements_of
-from requestzero.environment.versions import deepspeed_is_proved, proved_range
+from requestzero.environment.versions import different_definitions, proved_range
 
 PYTHON = "Python"
 
@@ -25,6 +25,10 @@ class Finding:
     """True if only an extra needs it."""
     proved: bool | None = None
     """DeepSpeed: whether the sources that are relied on are as they were proved, which counts instead of the number."""
+    different: tuple[str, ...] = ()
+    """DeepSpeed: the definitions that are not."""
+    different_at_stage_3: tuple[str, ...] = ()
+    """DeepSpeed: likewise of those that only ZeRO 3 relies on, which is refused then."""
 
     @property
     def ok(self) -> bool:
@@ -58,5 +62,18 @@ def _finding(name: str, version: str | None) -> Finding:
     ours = requirements_of(name)
     ranges = sorted({str(requirement.specifier) for requirement in ours})
     if name == "deepspeed":
-        return Finding(name, version, proved_range(), optional=False, proved=deepspeed_is_proved())
+        return _deepspeed(version)
     return Finding(name, version, ",".join(ranges), optional=all(each.marker is not None for each in ours))
+
+
+def _deepspeed(version: str | None) -> Finding:
+    different = different_definitions()
+    return Finding(
+        "deepspeed",
+        version,
+        proved_range(),
+        optional=False,
+        proved=different == (),
+        different=different or (),
+        different_at_stage_3=different_definitions(stage_3=True) or (),
+    )

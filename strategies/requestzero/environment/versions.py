@@ -54,8 +54,17 @@ def _require(stage_3: bool) -> None:
 
 def deepspeed_is_proved() -> bool:
     """Return whether a DeepSpeed is installed, with what is relied on as it was proved."""
+    return different_definitions() == ()
+
+
+def different_definitions(stage_3: bool = False) -> tuple[str, ...] | None:
+    """Return what the installed DeepSpeed has not as it was proved, ``"module:Class.method"``; ``None`` without one.
+
+    Args:
+        stage_3: of what only ZeRO 3 relies on; else of the rest.
+    """
     package = deepspeed_folder()
-    return package is not None and not differences(package)
+    return None if package is None else differences(package, stage_3)
 
 
 def deepspeed_folder() -> Path | None:
@@ -78,7 +87,8 @@ def proved_range() -> str:
 
 def _finding(package: Path, different: tuple[str, ...]) -> str:
     named = ", ".join(name.replace(":", ".") for name in different[:_NAMED])
-    more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
+    rest = len(different) - _NAMED
+    more = f" and {rest} more (python -m requestzero.doctor --json names them)" if rest > 0 else ""
     return (
         f"requestzero {__version__} was proved with DeepSpeed {proved_range()}. In the installed {_version()} "
         f"({package}) {len(different)} of the {len(proved_sources().definitions)} definitions that it relies on "

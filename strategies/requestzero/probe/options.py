@@ -186,13 +186,13 @@ def _model_problems(given: argparse.Namespace) -> list[str]:
 
 
 def _output_problems(given: argparse.Namespace) -> list[str]:
-    problems = _folder_problems("--out", given.out)
+    problems = folder_problems("--out", given.out)
     if given.html is not None and given.html.is_dir():
         return [*problems, f"--html {str(given.html)!r} is a directory: give the page's file."]
-    return problems if given.html is None else [*problems, *_folder_problems("--html", given.html.parent)]
+    return problems if given.html is None else [*problems, *folder_problems("--html", given.html.parent)]
 
 
-def _folder_problems(option: str, folder: Path) -> list[str]:
+def folder_problems(option: str, folder: Path) -> list[str]:
     """Return the reasons for which ``folder`` cannot be written into, or cannot be made if it does not exist yet."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():

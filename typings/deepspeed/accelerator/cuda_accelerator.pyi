@@ -6,5 +6,3 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         """Bytes that the caching allocator holds, used or not."""
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device."""
-    def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that the driver says are free, else all that are not allocated."""

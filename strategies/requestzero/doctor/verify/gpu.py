@@ -149,5 +149,6 @@ def cannot_communicate() -> Check | None:
         dist.reduce_scatter_tensor(value, parts)
         torch.cuda.synchronize()
     except (RuntimeError, NotImplementedError) as error:
-        return Check("two ranks on one GPU", None, f"not possible with this backend: {str(error).splitlines()[0]}")
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Check("two ranks on one GPU", None, f"not possible with this backend: {reason}")
     return None

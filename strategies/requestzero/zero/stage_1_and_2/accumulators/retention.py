@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
@@ -22,7 +23,18 @@ def free_device_memory() -> int:
     device = get_accelerator()
     allocated = device.memory_allocated()
     unused = device.memory_reserved() - allocated
-    return int(min(device.available_memory() + unused, device.total_memory() - allocated))
+    return int(min(_free_for_the_driver() + unused, device.total_memory() - allocated))
+
+
+def _free_for_the_driver() -> int:
+    """Return the bytes that the driver reports as free.
+
+    Of a GPU PyTorch is asked. DeepSpeed asks NVML, by a number that it reads from ``CUDA_VISIBLE_DEVICES``, which may
+    hold UUIDs or number the devices in another order; and where a rank has a part of a GPU (MIG), NVML tells of the
+    whole.
+    """
+    device = get_accelerator()
+    return torch.cuda.mem_get_info()[0] if device.device_name() == "cuda" else int(device.available_memory())
 
 
 class MemoryWatch:
