@@ -4,7 +4,8 @@
     python tests/matrix/run.py "DeepSpeed 0.19.6" --tests        # one cell, with the fast tests
     python tests/matrix/run.py --dry "DeepSpeed 0.19.6"          # only the exit status; nothing is written
 
-Environments are kept in ``--folder`` and used again. Results are kept in ``results.json``, a cell at a time.
+Environments are kept in ``--folder`` and used again; beside each is what its tests have printed, ``tests.log``. Results
+are kept in ``results.json``, a cell at a time. The exit status is 1 where a self-test or a test has failed.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 from xml.etree import ElementTree
 
 from cells import CELLS, Cell
@@ -51,34 +50,48 @@ print(json.dumps(installed_versions()))
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python and its variables."""
+    """A Python and its variables, and a folder for what runs in it."""
 
     python: str
     variables: dict[str, str]
+    folder: Path
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [self.python, *arguments]
-        return subprocess.run(command, cwd=ROOT, env={**os.environ, **self.variables}, capture_output=True, text=True)
+    def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run this Python in the checkout; ``options`` are those of ``subprocess.run``."""
+        environment = {**os.environ, **self.variables}
+        return subprocess.run([self.python, *arguments], cwd=ROOT, env=environment, text=True, **options)
+
+    def output(self, *arguments: str, allowed: tuple[int, ...] = (0,)) -> str:
+        """Return what it prints; end the script where its exit status is not allowed."""
+        done = self.run(*arguments, capture_output=True)
+        if done.returncode not in allowed:
+            raise SystemExit(f"{self.folder.name}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done.stdout
 
 
 def environment_of(cell: Cell, folder: Path) -> Environment:
     """Build the cell's environment in ``folder``, unless it is there."""
     place = folder / re.sub(r"[^\w.]+", "-", cell.name)
+    place.mkdir(exist_ok=True)
     variables = {"TORCH_EXTENSIONS_DIR": str(place / "torch_extensions")}
     if cell.python is None:
         paths = [overlay(package, version, folder) for package, version in cell.packages.items()]
-        return Environment(sys.executable, {**variables, "PYTHONPATH": os.pathsep.join([*paths, *OURS])})
+        return Environment(sys.executable, {**variables, "PYTHONPATH": os.pathsep.join([*paths, *OURS])}, place)
     if not (place / "built").exists():
         build(cell, place)
     path = os.pathsep.join([str(place / "bin"), os.environ["PATH"]])  # tests start programs by name
-    return Environment(str(place / "bin/python"), {**variables, "PATH": path, "PYTHONPATH": os.pathsep.join(OURS)})
+    variables |= {"PATH": path, "PYTHONPATH": os.pathsep.join(OURS)}
+    return Environment(str(place / "bin/python"), variables, place)
 
 
 def overlay(package: str, version: str, folder: Path) -> str:
     """Install one package alone into a folder of its own; return that, to be the first on the path."""
     place = folder / f"{package}-{version}"
     if not place.exists():
-        pip(sys.executable, "--no-deps", "--no-build-isolation", "--target", str(place), f"{package}=={version}")
+        part = folder / f"{place.name}.part"  # of an installation that was interrupted nothing is used
+        shutil.rmtree(part, ignore_errors=True)
+        pip(sys.executable, "--no-deps", "--no-build-isolation", "--target", str(part), f"{package}=={version}")
+        part.rename(place)
     return str(place)
 
 
@@ -88,9 +101,9 @@ def build(cell: Cell, place: Path) -> None:
     subprocess.run([interpreter(cell.python), "-m", "venv", "--clear", str(place)], check=True)
     inside, pins = str(place / "bin/python"), place / "constraints.txt"
     pins.write_text("".join(f"{package}=={version}\n" for package, version in cell.packages.items()))
-    with patch.dict(os.environ, PIP_CONSTRAINT=str(pins)):  # in the place of the machine's own constraints
-        pip(inside, "torch", *BUILD)
-        pip(inside, "--no-build-isolation", "-e", f"{ROOT}[dev]")
+    pinned = {"PIP_CONSTRAINT": str(pins)}  # in the place of the machine's own constraints
+    pip(inside, "torch", *BUILD, **pinned)
+    pip(inside, "--no-build-isolation", "-e", f"{ROOT}[dev]", **pinned)
     (place / "built").touch()
 
 
@@ -103,18 +116,17 @@ def interpreter(version: str) -> str:
     raise SystemExit(f"There is no python{version} on the PATH that runs.")
 
 
-def pip(python: str, *arguments: str) -> None:
-    subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments], check=True)
+def pip(python: str, *arguments: str, **variables: str) -> None:
+    command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True, env={**os.environ, **variables})
 
 
 def measure(cell: Cell, environment: Environment, tests: bool) -> dict[str, Any]:
     """Run the self-test and, where wanted, the tests; return the row of the table."""
+    found = json.loads(environment.output("-c", VERSIONS))
     started = time.monotonic()
-    found = json.loads(environment.run("-c", VERSIONS).stdout)
-    test = environment.run("-m", "requestzero.doctor", "--verify", "--device", "cpu", "--json")
-    if test.returncode not in (0, 5):
-        raise SystemExit(f"{cell.name}: {test.stdout}\n{test.stderr}")
-    result = json.loads(test.stdout)
+    test = environment.output("-m", "requestzero.doctor", "--verify", "--device", "cpu", "--json", allowed=(0, 5))
+    result = json.loads(test)
     outcome = "passed" if result["passed"] else "FAILED"
     outcome += "" if result["stage_3"] else ", without stage 3"
     if result["different"]:
@@ -124,20 +136,27 @@ def measure(cell: Cell, environment: Environment, tests: bool) -> dict[str, Any]
         "self_test": f"{result['wrong']} of {result['updates']} wrong, {outcome}",
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
         "seconds": round(time.monotonic() - started),
+        "passed": result["passed"] and not result["different"],
     }
-    return {**row, "tests": fast_tests(environment)} if tests else row
+    if tests:
+        outcomes = fast_tests(environment)
+        row["tests"] = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items(), reverse=True))
+        row["passed"] = row["passed"] and not outcomes["failed"]
+    return row
 
 
-def fast_tests(environment: Environment) -> str:
-    """Run the fast tests; return their numbers, and print those that have failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "tests.xml")
-        has_trl = environment.run("-c", "import trl").returncode == 0  # it needs Python 3.11
-        left_out = [f"--ignore={path}" for path in (*PINNED, *(() if has_trl else ("tests/trl",)))]
-        options = ["-q", "--fast", "-p", "no:cacheprovider", "-p", "refusals", f"--junitxml={report}", *left_out]
-        environment.run("-m", "pytest", *options, "tests")
-        outcomes = Counter(map(outcome_of, ElementTree.parse(report).iter("testcase")))
-    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items(), reverse=True))
+def fast_tests(environment: Environment) -> Counter[str]:
+    """Run the fast tests; return their number by outcome, and print those that have failed."""
+    report, log = (environment.folder / name for name in ("tests.xml", "tests.log"))
+    report.unlink(missing_ok=True)
+    has_trl = environment.run("-c", "import trl", capture_output=True).returncode == 0  # it needs Python 3.11
+    left_out = [f"--ignore={path}" for path in (*PINNED, *(() if has_trl else ("tests/trl",)))]
+    options = ["-v", "--fast", "-p", "no:cacheprovider", "-p", "refusals", f"--junitxml={report}", *left_out]
+    with log.open("w") as file:
+        environment.run("-m", "pytest", *options, "tests", stdout=file, stderr=subprocess.STDOUT)
+    if not report.exists():
+        raise SystemExit(f"{environment.folder.name}: the tests have ended without a report, see {log}")
+    return Counter(map(outcome_of, ElementTree.parse(report).iter("testcase")))
 
 
 def outcome_of(test: ElementTree.Element) -> str:
@@ -161,7 +180,7 @@ def table(results: dict[str, Any]) -> str:
         if cell.name in results:
             row = results[cell.name]
             versions = [row["versions"].get(name) or "-" for name in ("python", *SHOWN)]
-            rows.append([cell.name, *versions, row["self_test"], row.get("tests", "not run"), row["date"]])
+            rows.append([cell.name, *versions, row["self_test"], row.get("tests", cell.tests), row["date"]])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -178,6 +197,9 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="write nothing")
     parser.add_argument("--folder", type=Path, default=ROOT / ".pytest_cache/matrix", help="of the environments")
     given = parser.parse_args()
+    unknown = set(given.cells) - {cell.name for cell in CELLS}
+    if unknown:
+        parser.error(f"no cells: {', '.join(sorted(unknown))}. There are: {', '.join(cell.name for cell in CELLS)}")
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -188,7 +210,7 @@ def main() -> int:
         row = measure(cell, environment_of(cell, folder), given.tests)
         results[cell.name] = {**results.get(cell.name, {}), **row}
         print(f"{cell.name}: {row['self_test']} ({row['seconds']} s) {row.get('tests', '')}")
-        failed += [cell.name] if "passed" not in row["self_test"] else []
+        failed += [] if row["passed"] else [cell.name]
         if not given.dry:
             write(results)
     return 1 if failed else 0
