@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import requestzero
 from requestzero.config.supported import check_supported
 from requestzero.doctor.stock_losses import stock_run
 from requestzero.doctor.verify.updates import telling_windows
+from requestzero.probe.counters import Operators, host_memory
 from support.announced_upstream import OPTION, announced, announced_config
 from support.engines import build
 from support.grid import PLACES, SUMS, every_place, every_sum
@@ -55,6 +58,36 @@ def test_the_stand_in_does_what_is_announced(
     assert without == [0, 0] if keeps_one_sum else min(without) > 0
 
 
+OFFLOADED = Setup(stage=2, offload=True, model="bf16", accum="fp32")
+MASTERS_16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+
+
+def left_after_a_request(setup: Setup) -> tuple[bool, int]:
+    """Of DeepSpeed's optimizer after a request of one backward: a partition on the device, and host accumulators."""
+    with announced():
+        engine = build(setup, requestzero=False)
+        backward(engine, Micro(ALL, 0, True))
+        optimizer = engine.optimizer
+        found = optimizer.averaged_gradients.get(0) is not None, len(optimizer.accumulated_grads_in_cpu)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("setup", "on_device"),
+    [
+        (OFFLOADED, False),
+        (replace(OFFLOADED, zero={OPTION: True}), True),
+        (replace(OFFLOADED, optimizer="cpu_adam", config=MASTERS_16), True),
+        (replace(OFFLOADED, accum="bf16"), False),
+    ],
+    ids=["released", "retained", "16-bit masters", "no partition"],
+)
+def test_the_stand_in_keeps_what_is_announced(two_ranks: RankGroup, setup: Setup, on_device: bool) -> None:
+    """A partition that the host gradient cannot give back stays, and one backward needs no accumulator beside it."""
+    assert two_ranks.run(left_after_a_request, setup) == [(on_device, 0)] * 2
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"zero": {"overlap_comm": True}},
@@ -78,25 +111,39 @@ def test_this_package_is_exact_on_it(two_ranks: RankGroup, setup: Setup) -> None
     assert two_ranks.run(run, setup, windows, ours=True) == [0, 0]
 
 
-def option_by_reader(value: bool) -> tuple[Any, Any, int, int]:
-    """Return the option as this package and as DeepSpeed read it, and the copies of two requests."""
+def option_by_reader(value: bool) -> tuple[Any, Any]:
+    """Return the option as this package and as DeepSpeed read it."""
     with announced():
-        engine = build(Setup(stage=2, offload=True, model="bf16", retain=value))
-        for seed in range(2):
-            backward(engine, Micro(ALL, seed, True))
-        traffic = engine.partition_traffic
+        engine = build(replace(OFFLOADED, retain=value))
         found = engine.options.retain_gpu_grad_partition_until_step, engine.optimizer.retains
-        counted = (*found, traffic.publications, traffic.restores)
+        engine.destroy()
+    return found
+
+
+def copies_of_two_requests(value: bool, changed: bool) -> tuple[int, int, int, int]:
+    """Return the copies to and from the host gradients, as this package counts them and as PyTorch sees them."""
+    with announced() if changed else nullcontext():
+        engine = build(replace(OFFLOADED, retain=value))
+        with Operators(host_memory(engine)) as seen:
+            for seed in range(2):
+                backward(engine, Micro(ALL, seed, True))
+        traffic = engine.partition_traffic
+        counted = traffic.publications, traffic.restores, seen.copies_into_destinations, seen.copies_from_host
         engine.destroy()
     return counted
 
 
 @pytest.mark.parametrize("value", [False, True])
 def test_the_option_is_read_once(two_ranks: RankGroup, value: bool) -> None:
-    """DeepSpeed's own release stays at its default, whatever is given: nothing is published or restored twice."""
-    for ours, theirs, publications, restores in two_ranks.run(option_by_reader, value):
-        assert (ours, theirs) == (value, False)
-        assert (publications, restores) == (2, 0 if value else 1)
+    """DeepSpeed's own release stays at its default, whatever is given."""
+    assert two_ranks.run(option_by_reader, value) == [(value, False)] * 2
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_nothing_is_copied_twice(two_ranks: RankGroup, value: bool) -> None:
+    copies = two_ranks.run(copies_of_two_requests, value, changed=True)
+    assert [each[:2] for each in copies] == [(2, 0 if value else 1)] * 2
+    assert copies == two_ranks.run(copies_of_two_requests, value, changed=False)
 
 
 def test_the_config_is_taken_where_deepspeed_knows_the_option() -> None:
