@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import atexit
 import fcntl
 import functools
 import gc
@@ -210,6 +211,9 @@ def main(path: str, executable: str) -> None:
     request = Server(path).serve()
     if request is not None:
         become(request, executable, installed)
+        if "triton" in sys.modules:
+            # Its binding library tells on standard error which of its objects are left: all that are never collected.
+            atexit.register(gc.unfreeze)
         run(request.arguments)
 
 
