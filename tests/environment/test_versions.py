@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import re
 import time
 import warnings
 from itertools import chain
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -126,6 +129,22 @@ def test_the_check_costs_little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr("requestzero.environment.definitions.ast.parse", None)
     require_supported_deepspeed()
     print(f"{time.perf_counter() - started:.4f} s")
+
+
+def test_syntax_trees_are_built_without_collections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They take a fifth of the time of a check that has to parse everything."""
+    pretend_deepspeed(monkeypatch, tmp_path, CHANGED_STEP)
+    collecting: list[bool] = []
+    parse = ast.parse
+
+    def noted(text: str) -> ast.Module:
+        collecting.append(gc.isenabled())
+        return parse(text)
+
+    with patch("requestzero.environment.definitions.ast.parse", noted):
+        assert len(differences(tmp_path)) == 1
+    assert collecting == [False]
+    assert gc.isenabled()
 
 
 def test_pyproject_and_constraints_name_what_was_proved() -> None:

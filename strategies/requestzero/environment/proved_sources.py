@@ -7,9 +7,11 @@ them is as good as these releases, whatever its number. ``tests/matrix/record.py
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -61,8 +63,21 @@ def differences(package: Path, stage_3: bool = False) -> tuple[str, ...]:
     modules = {name: hashes for name, hashes in proved.modules.items() if (name in STAGE_3) == stage_3}
     changed = {name for name, hashes in modules.items() if file_hash(path_of(package, name)) not in hashes}
     suspect = [name for name in proved.definitions if name.partition(":")[0] in changed]
-    found = fingerprints(package, suspect)
+    with _without_collections():
+        found = fingerprints(package, suspect)
     return tuple(name for name in suspect if found[name] not in proved.definitions[name])
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage in the block: each collection would visit the syntax trees, which are large, anew."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def fingerprints(package: Path, names: list[str]) -> Mapping[str, str]:
