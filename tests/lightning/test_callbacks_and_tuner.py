@@ -10,8 +10,10 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    LearningRateMonitor,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
@@ -28,6 +30,7 @@ from support.lightning_parity import (
     trainer_of,
     weights,
 )
+from support.lightning_records import ListLogger
 from support.ranks import RankGroup
 
 
@@ -92,6 +95,31 @@ def stochastic_weight_averaging(kind: str) -> list[float]:
     return fitted(kind, Net(), callbacks=[averaging], max_epochs=6)
 
 
+def early_stopping(kind: str) -> list[float]:
+    """After two validations, since the loss becomes smaller."""
+    stopping, module = EarlyStopping("val_loss", mode="max", patience=1), Net()
+    trainer = trainer_of(kind, callbacks=[stopping], max_epochs=6, accumulate_grad_batches=3)
+    trainer.fit(module, data(), data(2))
+    return [trainer.global_step, trainer.current_epoch, float(stopping.best_score), *weights(module)]
+
+
+def learning_rate_monitor(kind: str) -> list[float]:
+    """Under the name of the user's own optimizer."""
+
+    class Module(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    logger, module = ListLogger(), Module()
+    options = {"logger": logger, "log_every_n_steps": 1, "accumulate_grad_batches": 3}
+    trainer_of(kind, callbacks=[LearningRateMonitor()], **options).fit(module, data())
+    rates = [row["lr-SGD"] for _, row in logger.rows if "lr-SGD" in row]
+    assert len({*rates}) > 4
+    return [*rates, *weights(module)]
+
+
 def frozen_for_an_epoch(kind: str) -> list[float]:
     class Module(Net):
         def on_train_epoch_start(self) -> None:
@@ -144,6 +172,8 @@ PROGRAMS: list[Program] = [
     scheduler_in_a_hook,
     accumulation_scheduler,
     stochastic_weight_averaging,
+    early_stopping,
+    learning_rate_monitor,
     frozen_for_an_epoch,
     direct_backward,
     auxiliary_backward,

@@ -133,6 +133,21 @@ def test_checkpoints(two_ranks: RankGroup, tmp_path: Path, name: str) -> None:
             assert got == pytest.approx(want, rel=2e-5, abs=2e-5), kind
 
 
+def keys_of_weights(folder: str, averages: bool) -> tuple[bool, set[str]]:
+    """Tell whether a checkpoint has a ``state_dict`` beside DeepSpeed's weights, and the names in those."""
+    path = saved("stage2", Net(), folder, callbacks=average() if averages else [])
+    (file,) = Path(path).glob("**/*model_states.pt")
+    content = torch.load(file, weights_only=False)
+    return "state_dict" in content, set(content["module"])
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_checkpoint_holds_the_weights_once(one_rank: RankGroup, tmp_path: Path, averages: bool) -> None:
+    """Also where a hook has changed them."""
+    names = {*Net().state_dict()}
+    assert one_rank.run(keys_of_weights, str(tmp_path), averages) == [(False, names)]
+
+
 def saved_after_a_test(folder: str, weights_only: bool) -> None:
     module, trainer = Net(), trainer_of("stage2", max_epochs=1)
     trainer.fit(module, data(2))

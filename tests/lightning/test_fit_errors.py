@@ -34,6 +34,17 @@ class WithLBFGS(Model):
         return torch.optim.LBFGS(self.parameters())
 
 
+class WithTwoOptimizers(Model):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([parameter], lr=0.5) for parameter in self.parameters()]
+
+
+class WithTwoSchedulers(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
+
+
 class TakesIterator(Model):
     def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]
         raise AssertionError("must not be called")
@@ -114,6 +125,12 @@ MARKS: list[tuple[bool, bool | None]] = [(True, None)] * 4
             Run(options={"config": {"optimizer": {"type": "Adam"}}}),
             "config has an 'optimizer', and configure_optimizers returns one that would never be used",
         ),
+        (
+            WithTwoOptimizers,
+            Run(manual="every_third"),
+            "ValueError: configure_optimizers returns several optimizers or learning-rate sched",
+        ),
+        (WithTwoSchedulers, Run(), "give one optimizer all parameters, in parameter groups, and one scheduler"),
         (WithLBFGS, Run(), "LBFGS calls its closure several times a step"),
         (TakesIterator, Run(), "training_step(dataloader_iter) takes its batches itself"),
         (

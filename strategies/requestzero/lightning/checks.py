@@ -77,6 +77,16 @@ def check_optimizer(optimizer: Optimizer, scheduler: LRSchedulerConfig | None, c
         )
 
 
+def explain_several_optimizers(error: Exception) -> None:
+    """Raise ValueError with what to do, if this is Lightning's error about several optimizers or schedulers."""
+    if "single optimizer" in str(error):
+        raise ValueError(
+            "configure_optimizers returns several optimizers or learning-rate schedulers, and DeepSpeed has one of "
+            "each in an engine: give one optimizer all parameters, in parameter groups, and one scheduler, such as "
+            "LambdaLR with a function for each group. With RequestZeROFabric several models have an optimizer each."
+        ) from error
+
+
 def check_config_optimizer(trainer: pl.Trainer) -> None:
     """Raise ValueError for an optimizer of ``configure_optimizers`` that the one in the config would replace.
 

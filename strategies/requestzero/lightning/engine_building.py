@@ -17,6 +17,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -173,8 +174,12 @@ class EngineBuildingStrategy(DeepSpeedStrategy):
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        """Also refuse an optimizer that ZeRO cannot run, and a second scheduler."""
-        optimizer, scheduler = super()._init_optimizers()
+        """Also refuse an optimizer that ZeRO cannot run, and say what to write in the place of several."""
+        try:
+            optimizer, scheduler = super()._init_optimizers()
+        except MisconfigurationException as error:
+            checks.explain_several_optimizers(error)
+            raise
         checks.check_optimizer(optimizer, scheduler, self.config)
         return optimizer, scheduler
 
