@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from contextlib import nullcontext
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from requestzero.config.option_record import OWN_SECTIONS
 from support.accelerate_state import fresh
@@ -42,8 +47,8 @@ def make_trainer(deepspeed: Any, model_init: bool = False, saved: str | None = N
 
     from requestzero.transformers import RequestZeROTrainingArguments
 
-    given = quiet(per_device_train_batch_size=2, gradient_accumulation_steps=2, optim="adamw_torch", **options)
-    given = {"max_steps": 3, "learning_rate": 1e-2, "logging_steps": 1, **given}
+    given = {"max_steps": 3, "learning_rate": 1e-2, "logging_steps": 1, "optim": "adamw_torch", **options}
+    given = quiet(per_device_train_batch_size=2, gradient_accumulation_steps=2, **given)
     if deepspeed is None:
         args = with_documented_line(None, given)
     else:
@@ -78,12 +83,16 @@ def arguments_of(kind: str) -> Any:
     )
 
 
-def searched(kind: str) -> list[Any]:
-    """Two trials, each of which begins as ``hyperparameter_search`` has it."""
+def searched(kind: str) -> tuple[list[Any], int]:
+    """Weights after each of two trials as ``hyperparameter_search`` runs them, and how many engines were destroyed."""
+    from accelerate.utils import release_memory
     from transformers import Trainer
     from transformers.trainer_utils import HPSearchBackend
 
-    with fresh():
+    from requestzero.zero.engine import RequestZeROEngine
+
+    destroy = RequestZeROEngine.destroy
+    with fresh(), patch.object(RequestZeROEngine, "destroy", autospec=True, side_effect=destroy) as destroying:
         trainer: Any = Trainer(args=arguments_of(kind), model_init=lambda: tiny_llama(), train_dataset=make_rows())
         trainer.hp_search_backend = HPSearchBackend.OPTUNA  # which need not be installed for this
         trainer.hp_space = attrgetter("params")
@@ -96,14 +105,19 @@ def searched(kind: str) -> list[Any]:
             if kind != "plain":
                 assert type(trainer.model_wrapped).__name__ == "RequestZeROEngine"
                 assert trainer.model_wrapped.options.reduce_gradients_at == "request"
-        return found
+            if trainer.args.process_index == 0:  # and no other rank
+                trainer.model_wrapped, trainer.model = release_memory(trainer.model_wrapped, trainer.model)
+                trainer.accelerator.clear()
+        return found, destroying.call_count
 
 
 @pytest.mark.parametrize("kind", ["plugin", "arguments"])
 def test_trials_of_a_hyperparameter_search(two_ranks: RankGroup, kind: str) -> None:
-    expected, found = (two_ranks.run(searched, each)[0] for each in ("plain", kind))
+    """The engine of the first is destroyed when the second begins, on all ranks."""
+    (expected, _), (found, destroyed) = (two_ranks.run(searched, each)[0] for each in ("plain", kind))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert destroyed == 1
 
 
 def train_twice(deepspeed: Any, model_init: bool = False) -> list[Any]:
@@ -179,6 +193,86 @@ def test_evaluate_a_sharded_model_before_train(two_ranks: RankGroup, tmp_path: P
     whole_model = two_ranks.run(evaluated, STAGE_3, True, bf16)[0][0]
     assert found == pytest.approx(whole_model, rel=1e-2 if bf16 else 1e-6)
     assert torch.equal(weights, expected)
+
+
+class Signalled(TrainerCallback):
+    """Sends SIGTERM inside the second window, or before its step."""
+
+    def __init__(self, trainer: Any, at: str) -> None:
+        (self.manager,) = (
+            each.jit_manager for each in trainer.callback_handler.callbacks if hasattr(each, "jit_manager")
+        )
+        self.manager.kill_wait = 0
+        setattr(self, at, self.send)
+
+    def send(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self.manager.is_checkpoint_requested:  # which another thread sets
+                time.sleep(0.01)
+
+
+def preempted(deepspeed: Any, folder: str, at: str | None = None, resumes: bool = False) -> list[Any]:
+    """Weights of a run, of one that saves when SIGTERM comes, or of the next."""
+    with fresh():
+        trainer = make_trainer(deepspeed, output_dir=folder, enable_jit_checkpoint=True)
+        if at is not None:
+            trainer.add_callback(Signalled(trainer, at))
+        trainer.train(resume_from_checkpoint=resumes)
+        return [trainer.state.global_step, weights(trainer)]
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "at"),
+    [
+        (STAGE_2, "on_substep_end"),
+        (STAGE_2, "on_pre_optimizer_step"),
+        (OFFLOAD, "on_substep_end"),
+        (STAGE_3, "on_substep_end"),
+    ],
+)
+def test_a_checkpoint_on_sigterm(two_ranks: RankGroup, tmp_path: Path, deepspeed: dict[str, Any], at: str) -> None:
+    """Inside a window, whose batches Trainer runs again when it resumes, and at its end."""
+    (expected, _), (plain, _) = (two_ranks.run(preempted, each, str(tmp_path)) for each in (deepspeed, None))
+    ((steps, _), _) = two_ranks.run(preempted, deepspeed, str(tmp_path), at)
+    assert steps == 2
+    saved = f"checkpoint-{1 if at == 'on_substep_end' else 2}"
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [saved]
+    (found, _) = two_ranks.run(preempted, deepspeed, str(tmp_path), resumes=True)
+    assert found[0] == expected[0] == 3
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[1], plain[1], rtol=1e-4, atol=1e-6)
+
+
+class TurnsAround(TrainerCallback):
+    """Changes gradients that Trainer has clipped."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.norms = trainer, []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        plugin = args.deepspeed_plugin
+        with nullcontext() if plugin is None else plugin.gradients(self.trainer.accelerator):
+            self.norms.append(float(sum(p.grad.double().square().sum() for p in model.parameters()) ** 0.5))
+            for parameter in model.parameters():
+                parameter.grad.neg_()
+
+
+def turned_around(deepspeed: Any) -> tuple[list[float], torch.Tensor]:
+    with fresh():
+        trainer = make_trainer(deepspeed, optim="sgd", learning_rate=1.0, max_grad_norm=0.05)
+        callback = TurnsAround(trainer)
+        trainer.add_callback(callback)
+        trainer.train()
+        return callback.norms, weights(trainer)
+
+
+@pytest.mark.parametrize("deepspeed", [STAGE_2, OFFLOAD])
+def test_gradients_in_a_callback(two_ranks: RankGroup, deepspeed: dict[str, Any]) -> None:
+    (norms, expected), (found_norms, found) = (two_ranks.run(turned_around, each)[0] for each in (None, deepspeed))
+    assert norms == pytest.approx([0.05] * 3, rel=1e-3)
+    assert found_norms == pytest.approx(norms, rel=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def seen_by_others() -> list[set[str]]:

@@ -62,9 +62,10 @@ def _keep_plugin_in_trials(trainer_class: Any) -> None:
     @functools.wraps(original)
     def _hp_search_setup(trainer: Any, trial: Any) -> None:
         plugin = trainer.args.deepspeed_plugin
-        if not isinstance(plugin, RequestSafePlugin):
+        if trial is None or not isinstance(plugin, RequestSafePlugin):
             original(trainer, trial)
             return
+        trainer.accelerator.release_engine()  # a trial has a new model
         with patched(accelerate.utils, "DeepSpeedPlugin", plugin.again):
             original(trainer, trial)
 
