@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,37 @@ def inside_a_window(plugin: dict[str, Any], folder: str) -> dict[str, Any]:
 def test_resumed_inside_a_window(two_ranks: RankGroup, tmp_path: Path, name: str) -> None:
     for found in two_ranks.run(inside_a_window, PLUGINS[name], str(tmp_path)):
         assert found == {"same": True, "names": ["checkpoint_1", "checkpoint_2"]}
+
+
+def preempted(plugin: dict[str, Any], folder: str, begin: int, signalled: bool) -> tuple[int, list[torch.Tensor]]:
+    """Micro-batches of a run in windows of 4, where rank 1 may get SIGTERM after the sixth; its weights."""
+    with fresh():
+        accelerator = make_accelerator(Loop(plugin=plugin, n=4))
+        torch.manual_seed(1)
+        model: Any = torch.nn.Linear(8, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        if begin:
+            accelerator.load_state(folder)
+        previous = signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
+        for number in range(begin, 12):
+            accumulate(accelerator, model, optimizer, number, number + 1)
+            if signalled and number == 5 and accelerator.process_index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if accelerator.check_trigger():
+                accelerator.save_state(folder)
+                break
+        signal.signal(signal.SIGTERM, previous)
+        return number + 1, copies(model)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_program_that_saves_on_sigterm(two_ranks: RankGroup, tmp_path: Path, name: str) -> None:
+    """Inside a window, with the trigger by which Accelerate's ranks tell each other."""
+    folder = str(tmp_path / "state")
+    assert [count for count, _ in two_ranks.run(preempted, PLUGINS[name], folder, 0, True)] == [6, 6]
+    expected = two_ranks.run(preempted, PLUGINS[name], folder, 0, False)
+    for (_, want), (_, got) in zip(expected, two_ranks.run(preempted, PLUGINS[name], folder, 6, False), strict=True):
+        assert all(map(torch.equal, got, want))
 
 
 def marked(folder: str, save: bool) -> list[Any]:

@@ -18,26 +18,45 @@ from support.whole_weights import whole
 
 LIMIT = 0.05
 
-Act = Callable[[torch.nn.Module], Any]
+Act = Callable[[Any, torch.nn.Module], Any]
+"""With the accelerator and the model."""
 
 
-def nothing(model: torch.nn.Module) -> None:
-    pass
+def nothing(accelerator: Any, model: torch.nn.Module) -> float:
+    return 0.0
 
 
-def some_by_norm(model: torch.nn.Module) -> None:
-    clip_grad_norm_(list(model.parameters())[:2], LIMIT)
+def some_by_norm(accelerator: Any, model: torch.nn.Module) -> float:
+    return float(clip_grad_norm_(list(model.parameters())[:2], LIMIT))
 
 
-def by_another_norm(model: torch.nn.Module) -> None:
-    clip_grad_norm_(model.parameters(), LIMIT, norm_type=1.0)
+def by_another_norm(accelerator: Any, model: torch.nn.Module) -> float:
+    return float(clip_grad_norm_(model.parameters(), LIMIT, norm_type=1.0))
 
 
-def by_value(model: torch.nn.Module) -> None:
+def by_value(accelerator: Any, model: torch.nn.Module) -> float:
     clip_grad_value_(model.parameters(), LIMIT)
+    return 0.0
 
 
-def clamp_weights(model: torch.nn.Module) -> None:
+def some_by_accelerator(accelerator: Any, model: torch.nn.Module) -> float:
+    return float(accelerator.clip_grad_norm_(list(model.parameters())[:2], LIMIT))
+
+
+def by_another_norm_of_accelerator(accelerator: Any, model: torch.nn.Module) -> float:
+    return float(accelerator.clip_grad_norm_(model.parameters(), LIMIT, norm_type=1.0))
+
+
+def some_and_then_all(accelerator: Any, model: torch.nn.Module) -> float:
+    return some_by_accelerator(accelerator, model) + float(accelerator.clip_grad_norm_(model.parameters(), LIMIT))
+
+
+def by_value_of_accelerator(accelerator: Any, model: torch.nn.Module) -> float:
+    accelerator.clip_grad_value_(model.parameters(), LIMIT)
+    return 0.0
+
+
+def clamp_weights(accelerator: Any, model: torch.nn.Module) -> None:
     """On the first rank where they are gathered, else on every rank."""
     import deepspeed
 
@@ -50,7 +69,7 @@ def clamp_weights(model: torch.nn.Module) -> None:
 
 
 def trained(plugin: dict[str, Any] | None, before_step: Act, after_step: Act = nothing) -> list[float]:
-    """Weights after four updates of two micro-batches each."""
+    """Norms before, and weights after four updates of two micro-batches each."""
     with fresh():
         accelerator = make_accelerator(Loop(plugin=plugin, n=2))
         torch.manual_seed(0)
@@ -58,22 +77,27 @@ def trained(plugin: dict[str, Any] | None, before_step: Act, after_step: Act = n
         loader = torch.utils.data.DataLoader(data(8, accelerator.num_processes), batch_size=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0625)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        found: list[float] = []
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch).mean())
                 if accelerator.sync_gradients:
-                    before_step(model)
+                    found.append(before_step(accelerator, model))
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                after_step(model)
+                after_step(accelerator, model)
         with whole(model.parameters()):
-            found: list[float] = torch.cat([p.detach().flatten().cpu() for p in model.parameters()]).tolist()
+            found += torch.cat([p.detach().flatten().cpu() for p in model.parameters()]).tolist()
         accelerator.free_memory()
         return found
 
 
-@pytest.mark.parametrize("clip", [some_by_norm, by_another_norm, by_value])
+OF_PYTORCH = [some_by_norm, by_another_norm, by_value]
+OF_ACCELERATE = [some_by_accelerator, by_another_norm_of_accelerator, by_value_of_accelerator]
+
+
+@pytest.mark.parametrize("clip", [*OF_PYTORCH, *OF_ACCELERATE, some_and_then_all])
 def test_clips_are_those_of_ddp(two_ranks: RankGroup, clip: Act) -> None:
     expected = two_ranks.run(trained, None, clip)
     assert expected != two_ranks.run(trained, None, nothing)
@@ -82,9 +106,9 @@ def test_clips_are_those_of_ddp(two_ranks: RankGroup, clip: Act) -> None:
             assert ours == pytest.approx(plain, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("clip", [some_by_norm, by_another_norm, by_value])
+@pytest.mark.parametrize("clip", [*OF_PYTORCH, *OF_ACCELERATE])
 def test_stage_3_refuses_them(two_ranks: RankGroup, clip: Act) -> None:
-    message = "^NotImplementedError: torch.nn.utils.clip_grad_.* is not possible at stage 3"
+    message = r"^NotImplementedError: (torch.nn.utils|accelerator).clip_grad_\w* is not possible at stage 3"
     assert_fails(two_ranks, message, trained, {"zero_stage": 3}, clip)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -72,6 +74,19 @@ def clip_by_value(launched: Fabric, model: Any, optimizer: Any) -> None:
     launched.clip_gradients(model, optimizer, clip_val=0.5)
 
 
+def clip_by_another_norm(launched: Fabric, model: Any, optimizer: Any) -> None:
+    launched.clip_gradients(model, optimizer, max_norm=0.5, norm_type=float("inf"))
+
+
+def edit(launched: Fabric, model: Any, optimizer: Any) -> None:
+    """In place, another tensor, and none, by the number of the parameter."""
+    ours = isinstance(launched.strategy, RequestZeROFabric)
+    with RequestZeROFabric.gradients(model) if ours else nullcontext():
+        for number, parameter in enumerate(model.parameters()):
+            kinds = parameter.grad.mul_(0.5), parameter.grad.clamp(-0.25, 0.25), None
+            parameter.grad = kinds[number % 3]
+
+
 def clip_by_torch(launched: Fabric, model: Any, optimizer: Any) -> None:
     for max_norm in (0.25, 4.0, float("inf")):
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, error_if_nonfinite=True)
@@ -127,13 +142,48 @@ def test_clipping_by_value(two_ranks: RankGroup, stage: int, offload: bool) -> N
     assert not same(under_ddp, two_ranks.run(train, "ddp", before_nothing))
 
 
+@pytest.mark.parametrize(("stage", "offload"), PLACES[:4])
+def test_clipping_by_another_norm(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    under_ddp = two_ranks.run(train, "ddp", clip_by_another_norm)
+    for ours, theirs in zip(
+        two_ranks.run(train, strategy(stage, offload), clip_by_another_norm), under_ddp, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    assert not same(under_ddp, two_ranks.run(train, "ddp", before_nothing))
+
+
+@pytest.mark.parametrize(("stage", "offload"), PLACES[:4])
+def test_gradients_are_read_and_changed_in_a_block(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    under_ddp = two_ranks.run(train, "ddp", edit)
+    assert same(two_ranks.run(train, strategy(stage, offload), edit), under_ddp)
+    assert not same(under_ddp, two_ranks.run(train, "ddp", before_nothing))
+
+
+def clipped_by(method: str) -> list[str]:
+    """The calls that reach the clipping which the engine has had since ``setup``."""
+    launched, model, optimizer = set_up(strategy())
+    engine: Any = RequestZeROFabric.engine_of(model)
+    engine.loop_clipping = recording = MagicMock()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)  # without which PyTorch's function fails
+    options = {"max_norm": 1.0} if method == "of_parameters" else {"clip_val": 1.0}
+    launched.clip_gradients(model, optimizer, **options)  # type: ignore[arg-type]
+    return [name for name, _, _ in recording.method_calls if "__" not in name]
+
+
+@pytest.mark.parametrize("method", ["of_parameters", "whole_gradients"])
+def test_an_engine_has_one_clipping(two_ranks: RankGroup, method: str) -> None:
+    assert two_ranks.run(clipped_by, method) == [[method]] * 2
+
+
 def refusals() -> list[str]:
     launched, model, optimizer = set_up(strategy())
     three, _, _ = (part := set_up(strategy(3)))
     attempts: list[Callable[[], Any]] = [
-        lambda: launched.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0),
+        lambda: three.clip_gradients(part[1], part[2], max_norm=1.0, norm_type=1.0),
         lambda: launched.clip_gradients(model, optimizer, max_norm=0.0),
         lambda: three.clip_gradients(part[1], part[2], clip_val=1.0),
+        lambda: RequestZeROFabric.gradients(part[1]),
         lambda: optimizer.load_state_dict({}),
         lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]}),
         lambda: launched.save("unused", {"model": model, "lr_scheduler": None}),
@@ -152,7 +202,15 @@ def refusals() -> list[str]:
 
 def test_what_is_refused(two_ranks: RankGroup) -> None:
     for texts in two_ranks.run(refusals):
-        parts = ["2-norm", "positive", "stage 3", "fabric.load", "add_param_group", "another name"]
+        parts = [
+            "2-norm",
+            "positive",
+            "stage 3",
+            "safe_get_full_grad",
+            "fabric.load",
+            "add_param_group",
+            "another name",
+        ]
         parts += ["fabric.setup", "error_if_nonfinite"]
         assert all(part in text for part, text in zip(parts, texts, strict=True)), texts
 

@@ -33,6 +33,7 @@ _HOOKS = "lightning/test_gradients_in_hooks.py"
 _WEIGHTS = "lightning/test_written_weights_lightning.py::test_written_weights"
 _OPTIMIZER = "lightning/test_callbacks_and_tuner.py"
 _SAVING = "lightning/test_checkpoint_hooks.py"
+_MOMENTS = "lightning/test_saves_at_any_moment.py"
 _PLUGINS = "lightning/test_checkpoint_plugins.py"
 _FABRIC = "fabric/test_fabric.py"
 _COMPILED = "front_ends/test_compiled_modules.py::test_weights_are_those_without_compiling"
@@ -84,6 +85,13 @@ FEATURES = (
         "`StochasticWeightAveraging`, without batch norm",
         f"{_OPTIMIZER}::test_as_under_ddp[stochastic_weight_averaging]",
     ),
+    _lightning("`EarlyStopping`", f"{_OPTIMIZER}::test_as_under_ddp[early_stopping]"),
+    _lightning("`LearningRateMonitor`", f"{_OPTIMIZER}::test_as_under_ddp[learning_rate_monitor]"),
+    _lightning(
+        "several optimizers or schedulers",
+        "lightning/test_fit_errors.py::test_refused[WithTwoOptimizers]",
+        Outcome.REFUSED,
+    ),
     _lightning("parameters frozen for a while (SGD)", f"{_OPTIMIZER}::test_as_under_ddp[frozen_for_an_epoch]"),
     _lightning(
         "parameters frozen at the start, unfrozen later", f"{_OPTIMIZER}::test_refused[UnfrozenLate]", Outcome.REFUSED
@@ -125,6 +133,16 @@ FEATURES = (
         Outcome.REFUSED,
     ),
     _lightning("`torch.compile` of the module", f"{_COMPILED}[lightning]"),
+    _lightning(
+        "`Trainer(max_time=...)`, `Timer`, inside a window too",
+        f"{_MOMENTS}::test_a_time_limit_ends_a_fit_as_under_ddp",
+    ),
+    _lightning(
+        "saves on exceptions (`save_last`, `OnExceptionCheckpoint`), on SIGTERM and by preemption callbacks, inside a "
+        "window too: resumed in it, ends as the uninterrupted run",
+        f"{_MOMENTS}::test_the_next_run_goes_on_in_the_window",
+        Outcome.WORKS,
+    ),
     _lightning("SLURM's auto-requeue, inside a window too", "lightning/test_requeue.py::test_one_rank"),
     _lightning(
         "a rank alone in a save, a load, a barrier or a broadcast",
@@ -150,7 +168,19 @@ FEATURES = (
     Feature(
         "`clip_gradients(clip_val=...)` at stages 1 and 2", FABRIC, Outcome.SAME, f"{_FABRIC}::test_clipping_by_value"
     ),
+    Feature(
+        "`clip_gradients(norm_type=...)` at stages 1 and 2",
+        FABRIC,
+        Outcome.SAME,
+        f"{_FABRIC}::test_clipping_by_another_norm",
+    ),
     Feature("`torch.nn.utils.clip_grad_norm_`", FABRIC, Outcome.SAME, f"{_FABRIC}::test_clipping_by_norm"),
+    Feature(
+        "gradients read and changed before a step, at stages 1 and 2 in `with RequestZeROFabric.gradients(model):`",
+        FABRIC,
+        Outcome.SAME,
+        f"{_FABRIC}::test_gradients_are_read_and_changed_in_a_block",
+    ),
     Feature("`optimizer.step(closure)`", FABRIC, Outcome.SAME, f"{_FABRIC}::test_a_closure_runs_before_the_step"),
     Feature(
         "several models, each with its optimizer",
@@ -171,7 +201,7 @@ FEATURES = (
         "a rank alone in a save", FABRIC, Outcome.REFUSED, f"{_FABRIC}::test_a_rank_alone_in_a_save_is_an_error_on_all"
     ),
     Feature(
-        "`clip_val` at stage 3, other norms, `optimizer.load_state_dict`",
+        "`clip_val` and other norms at stage 3, `optimizer.load_state_dict`",
         FABRIC,
         Outcome.REFUSED,
         f"{_FABRIC}::test_what_is_refused",
@@ -197,7 +227,8 @@ FEATURES = (
         "accelerate/test_loop.py::test_clipping_is_that_of_ddp",
     ),
     Feature(
-        "`clip_grad_norm_` of some parameters, with another norm, and `clip_grad_value_`, at stages 1 and 2",
+        "`clip_grad_norm_` of some parameters or by another norm, and `clip_grad_value_`, the accelerator's and "
+        "PyTorch's, at stages 1 and 2",
         ACCELERATE,
         Outcome.SAME,
         "accelerate/test_changed_gradients_and_weights.py::test_clips_are_those_of_ddp",
@@ -207,6 +238,12 @@ FEATURES = (
         ACCELERATE,
         Outcome.REFUSED,
         "accelerate/test_changed_gradients_and_weights.py::test_stage_3_refuses_them",
+    ),
+    Feature(
+        "gradients read and changed before a step, at stages 1 and 2 in `with plugin.gradients(accelerator):`",
+        ACCELERATE,
+        Outcome.SAME,
+        "accelerate/test_gradients_in_loops.py::test_what_is_read_and_changed_is_that_of_ddp_bit_for_bit",
     ),
     Feature(
         "weights written between updates, at stage 3 in a gathered block",
@@ -255,6 +292,12 @@ FEATURES = (
         ACCELERATE,
         Outcome.WORKS,
         "accelerate/test_accelerate_checkpoints.py::test_resumed_equals_uninterrupted",
+    ),
+    Feature(
+        "a program that saves on SIGTERM, inside a window too: resumed, ends as the uninterrupted run",
+        ACCELERATE,
+        Outcome.WORKS,
+        "accelerate/test_accelerate_checkpoints.py::test_a_program_that_saves_on_sigterm",
     ),
     Feature(
         "another number of ranks, as it is or converted: ends as the uninterrupted run",
@@ -338,6 +381,19 @@ FEATURES = (
         TRAINER,
         Outcome.WORKS,
         "accelerate/test_trainer.py::test_a_resumed_run_ends_as_the_uninterrupted_one",
+    ),
+    Feature(
+        "gradients read and changed in `on_pre_optimizer_step`, at stages 1 and 2 in `with "
+        "plugin.gradients(accelerator):`",
+        TRAINER,
+        Outcome.SAME,
+        "transformers/test_trainer_calls.py::test_gradients_in_a_callback",
+    ),
+    Feature(
+        "`enable_jit_checkpoint`, which saves on SIGTERM, inside a window too",
+        TRAINER,
+        Outcome.SAME,
+        "transformers/test_trainer_calls.py::test_a_checkpoint_on_sigterm",
     ),
     Feature(
         "arguments class mixed into another, in both orders, with the other's defaults",

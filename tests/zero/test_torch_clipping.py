@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 
+import requestzero
 from requestzero.zero.clipping import LoopClipping
 from requestzero.zero.engine import torch_clipping
 from requestzero.zero.engine.torch_clipping import leave, serve
@@ -192,6 +193,39 @@ def others_beside(setup: Setup) -> list[bool]:
 
 def test_other_parameters_are_left_to_pytorch(one_rank: RankGroup) -> None:
     assert one_rank.run(others_beside, Setup()) == [[True] * 5]
+
+
+class WithLocal(torch.nn.Module):
+    """Trains a parameter beside the optimizer, with another gradient on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.local = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum() + self.local.sum() * (1000.0 + torch.distributed.get_rank())
+
+
+def clipped_beside_local(stage: int, norm_type: float) -> tuple[float, list[float]]:
+    model = WithLocal()
+    optimizer = torch.optim.SGD([model.weight], lr=1.0)
+    config = Setup(stage=stage).deepspeed_config(requestzero=True)
+    engine: Any = requestzero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.loop_clipping = LoopClipping(engine, lambda call: {"divisor": 1.0}, configured=None)
+    engine.backward(engine(torch.tensor([3.0, 0.0, 0.0, 4.0])))
+    norm = float(clip_grad_norm_(model.parameters(), 1.0, norm_type=norm_type))
+    engine.step()
+    found = norm, model.weight.tolist()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("norm_type", "norm"), [(2.0, 5.0), (1.0, 7.0)])
+def test_gradients_of_one_rank_alone_take_no_part(two_ranks: RankGroup, norm_type: float, norm: float) -> None:
+    for stage in (1, 2):
+        for found, weight in two_ranks.run(clipped_beside_local, stage, norm_type):
+            assert found == pytest.approx(norm)
+            assert weight == pytest.approx([-3.0 / norm, 0.0, 0.0, -4.0 / norm], rel=1e-5)
 
 
 def aborted_after_clipping() -> tuple[float | None, float | None]:

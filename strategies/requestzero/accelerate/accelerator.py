@@ -32,7 +32,6 @@ from requestzero.accelerate.trainer import install_if_imported
 from requestzero.config.cpu_adam import builds_cpu_adam
 from requestzero.data.micro_batch_loader import MicroBatchLoader
 from requestzero.environment.cpu_adam import compile_cpu_adam
-from requestzero.zero.clipping import check_norm_type, check_parameters
 from requestzero.zero.process_group import without_inference_operator
 from requestzero.zero.window_checkpoint.replacing import recover
 from requestzero.zero.window_checkpoint.together import on_one_rank
@@ -144,6 +143,11 @@ class Accelerator(StockAccelerator):
         self._models.append(engine)
         self._optimizers.extend(optimizers)
         return True
+
+    def release_engine(self) -> None:
+        """Let :meth:`free_memory` destroy the engine next time, and destroy the one that it has kept."""
+        self.take_back_engine(None)
+        self.has_trainer = False
 
     def _prepare_with_our_engine(self, plugin: RequestSafePlugin, args: tuple[Any, ...]) -> tuple[Any, ...]:
         import deepspeed
@@ -334,25 +338,46 @@ class Accelerator(StockAccelerator):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> Any:
-        """Return the norm of the pending window's divided gradient, and clip it in the next step. Collective.
+        """Return the norm of the pending window's divided gradient, and clip it. Collective.
 
-        Accelerate's version returns DeepSpeed's norm of the step before.
+        Of all parameters by their 2-norm the next step clips; of others the gradient is clipped at once, for which
+        every rank holds the whole gradient for a moment. Accelerate's version returns DeepSpeed's norm of the step
+        before.
 
         Args:
-            parameters: all of the model's.
-            max_norm: the configured clipping, or any norm where none is configured; infinity only asks for the norm.
-            norm_type: 2.
+            parameters: all of the model's, or some.
+            max_norm: the configured clipping, or any norm where none is configured, or for some parameters; infinity
+                only asks for the norm.
+            norm_type: as in PyTorch.
 
         Returns:
-            A scalar tensor on the engine's device, the same on all ranks; 0 without a window.
+            A scalar tensor, the same on all ranks; 0 without a window.
 
         Raises:
-            ValueError: another norm, other parameters, or a ``max_norm`` that contradicts the configured clipping.
+            ValueError: a ``max_norm`` that contradicts the configured clipping.
+            NotImplementedError: of some parameters or by another norm, at stage 3.
             RuntimeError: inside ``no_sync`` or inside a request.
         """
         wrapper = self.engine_wrapper
         if wrapper is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        check_norm_type("clip_grad_norm_", norm_type)
-        check_parameters(wrapper.engine, parameters)
-        return wrapper.clipping.by_norm("accelerator.clip_grad_norm_", float(max_norm))
+        return wrapper.clipping.of_parameters("accelerator.clip_grad_norm_", parameters, max_norm, norm_type)
+
+    @override
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip the values of the pending window's divided gradient. Collective. Accelerate's version refuses to.
+
+        Args:
+            parameters: all of the model's, or some.
+            clip_value: as in PyTorch.
+
+        Raises:
+            NotImplementedError: at stage 3, where no rank has whole gradients.
+            RuntimeError: inside ``no_sync`` or inside a request.
+        """
+        wrapper = self.engine_wrapper
+        if wrapper is None:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        with wrapper.clipping.whole_gradients("accelerator.clip_grad_value_"):
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)

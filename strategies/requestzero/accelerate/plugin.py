@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -229,6 +230,34 @@ class RequestZeROPlugin(DeepSpeedPlugin, RequestSafePlugin):
         from requestzero.accelerate.requests import Requests
 
         return Requests(accelerator)
+
+    def gradients(self, accelerator: Accelerator) -> AbstractContextManager[None]:
+        """Let ``p.grad`` be the open window's gradient in a block, and let its changes count. Collective.
+
+        Between the window's last backward and ``optimizer.step()``, at stages 1 and 2. The gradient is summed over the
+        window, averaged over ranks and divided as the step divides it; each rank holds all of it in the block.
+
+        Example::
+
+            if accelerator.sync_gradients:
+                with plugin.gradients(accelerator):
+                    for parameter in model.parameters():
+                        parameter.grad.mul_(0.5)
+            optimizer.step()
+
+        Args:
+            accelerator: one that has prepared a model with such a plugin.
+
+        Returns:
+            The block.
+
+        Raises:
+            NotImplementedError: at stage 3, where no rank has whole gradients.
+            RuntimeError: inside ``no_sync`` or inside a request; or ``accelerator`` has prepared no such model.
+        """
+        from requestzero.accelerate.engine_access import engine_wrapper_of
+
+        return engine_wrapper_of(accelerator).clipping.whole_gradients("plugin.gradients()")
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Return what ``accelerator.log`` adds by itself: ``overflow/...`` and the last update's ``grad_norm``.

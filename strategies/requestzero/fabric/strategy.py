@@ -42,12 +42,13 @@ from requestzero.lightning.given import NotesArguments, given_names
 from requestzero.lightning.options import check_options
 from requestzero.lightning.registered_names import register_names
 from requestzero.lightning.strategy_facts import FABRIC
-from requestzero.zero.clipping import LoopClipping, check_norm_type
+from requestzero.zero.clipping import LoopClipping
 from requestzero.zero.process_group import without_inference_operator
 from requestzero.zero.window_checkpoint.replacing import appearing
 
 if TYPE_CHECKING:
     from requestzero.zero.engine import RequestZeROEngine
+    from requestzero.zero.engine.torch_clipping import Clipping
 
 
 class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
@@ -161,6 +162,33 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
             "fabric.setup(model, optimizer) has returned with this strategy."
         )
 
+    @staticmethod
+    def gradients(model: Module) -> AbstractContextManager[None]:
+        """Let ``p.grad`` be the open window's gradient in a block, and let its changes count. Collective.
+
+        Between the window's last backward and ``optimizer.step()``, at stages 1 and 2. The gradient is summed over the
+        window, averaged over ranks and divided as the step divides it; each rank holds all of it in the block. The open
+        request ends.
+
+        Example::
+
+            with RequestZeROFabric.gradients(model):
+                for parameter in model.parameters():
+                    parameter.grad.mul_(0.5)
+            optimizer.step()
+
+        Args:
+            model: as ``fabric.setup`` has returned it together with its optimizer.
+
+        Returns:
+            The block.
+
+        Raises:
+            TypeError: something else.
+            NotImplementedError: at stage 3, where no rank has whole gradients.
+        """
+        return _clipping_of(model).whole_gradients("RequestZeROFabric.gradients()")
+
     def __repr__(self) -> str:
         """Say where it belongs: Trainers show this in their error."""
         return (
@@ -242,7 +270,7 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         engine: Any
         engine, _, _ = super().setup_module_and_optimizers(module, optimizers)  # the engine would step the scheduler
         self._engines.append(engine)
-        engine.loop_clipping = self._clipping(engine)
+        engine.loop_clipping = self._make_clipping(engine)
         return engine, [FabricWindowOptimizer(engine, self._step)], scheduler
 
     @override
@@ -281,7 +309,7 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
     def _step(self, engine: RequestZeROEngine) -> None:
         engine.step(normalization=self.settings.normalization)
 
-    def _clipping(self, engine: RequestZeROEngine) -> LoopClipping:
+    def _make_clipping(self, engine: RequestZeROEngine) -> LoopClipping:
         def prepare_step(call: str) -> dict[str, str]:
             engine.end_request()
             return {"normalization": self.settings.normalization}
@@ -299,14 +327,16 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
     ) -> torch.Tensor:
         """Return the norm of the window's gradient as the step divides it, and let that step clip. Collective.
 
-        The open request ends.
+        By another norm than the 2-norm the gradient is clipped at once, for which every rank holds the whole gradient
+        for a moment. The open request ends.
 
         Raises:
-            ValueError: another norm than the 2-norm, or not a positive number.
+            ValueError: ``max_norm`` is not positive.
+            NotImplementedError: another norm than the 2-norm, at stage 3.
             RuntimeError: the norm is not finite, and ``error_if_nonfinite``; on all ranks.
         """
-        check_norm_type("clip_gradients", norm_type)
-        return self._clipping(self.engine_of(module)).by_norm("clip_gradients", max_norm, error_if_nonfinite)
+        parameters = self.engine_of(module).module.parameters()
+        return _clipping_of(module).of_parameters("clip_gradients", parameters, max_norm, norm_type, error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Any, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -315,9 +345,8 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
         Raises:
             NotImplementedError: at stage 3, where no rank has whole gradients.
         """
-        engine = self.engine_of(module)
-        with self._clipping(engine).whole_gradients("clip_gradients(clip_val=...)"):
-            torch.nn.utils.clip_grad_value_(engine.module.parameters(), clip_val)
+        with _clipping_of(module).whole_gradients("clip_gradients(clip_val=...)"):
+            torch.nn.utils.clip_grad_value_(self.engine_of(module).module.parameters(), clip_val)
 
     # --- collectives of Fabric's --------------------------------------------------------------------------------------
 
@@ -388,3 +417,9 @@ class RequestZeROFabric(DeepSpeedStrategy, NotesArguments):
     def _agree(self, name: str) -> None:
         for engine in self._engines[:1]:
             engine.agreement.before_collective(name)
+
+
+def _clipping_of(model: Module) -> Clipping:
+    clipping = RequestZeROFabric.engine_of(model).loop_clipping
+    assert clipping is not None  # since ``fabric.setup``
+    return clipping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,8 +69,47 @@ class LoopClipping:
             divisor = float(self._engine.update_window.divisor_of_mean() or 1)  # 0 where all requests were dropped
         return self._engine.pending_norm(divisor)
 
+    def of_parameters(
+        self,
+        call: str,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Clip gradients of the open window as ``torch.nn.utils.clip_grad_norm_`` does. Collective.
+
+        Those of all parameters by their 2-norm as :meth:`by_norm` does, in the step. Others at once, for which every
+        rank holds the whole gradient for a moment.
+
+        Args:
+            call: the name by which the loop asks for it.
+            parameters: of the engine's model, and others with gradients of their own.
+            max_norm: as in PyTorch; of all parameters' 2-norm as for :meth:`by_norm`.
+            norm_type: as in PyTorch.
+            error_if_nonfinite: raise for a norm that is not finite.
+
+        Returns:
+            The norm before clipping, a scalar tensor, the same on all ranks.
+
+        Raises:
+            NotImplementedError: of some parameters or by another norm, at stage 3.
+            ValueError: see :meth:`by_norm`.
+            RuntimeError: the norm is not finite; on all ranks.
+        """
+        from requestzero.zero.engine.torch_clipping import are_all, without_local  # imports DeepSpeed
+
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = without_local(self._engine, given)
+        if norm_type == 2 and not self._engine.shows_gradients and are_all(self._engine, given):
+            return self.by_norm(call, float(max_norm), error_if_nonfinite)
+        with self.whole_gradients(call):
+            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
+
     def whole_gradients(self, call: str) -> AbstractContextManager[None]:
         """Return a block in which ``param.grad`` is the window's gradient; see ``full_gradients``. Collective.
+
+        Nothing is left to do within such a block.
 
         Raises:
             NotImplementedError: at stage 3, where no rank has whole gradients.
@@ -78,8 +117,11 @@ class LoopClipping:
         if self._engine.zero_optimization_partition_weights():
             raise NotImplementedError(
                 f"{call} is not possible at stage 3, where no rank has whole gradients: clip all parameters together "
-                "by their 2-norm."
+                "by their 2-norm, and read the window's sum, which is not divided yet, with "
+                "deepspeed.utils.safe_get_full_grad on all ranks."
             )
+        if self._engine.shows_gradients:
+            return nullcontext()
         from requestzero.zero.full_gradients import full_gradients  # imports DeepSpeed
 
         return full_gradients(self._engine, **self._prepare_step(call))
@@ -108,22 +150,4 @@ def check_norm_is_computed(engine: RequestZeROEngine, call: str) -> None:
         raise ValueError(
             f"{call} and zero_optimization.compute_grad_norm=false disagree, since a step clips by the norm: leave "
             "that key out of the DeepSpeed config, or do not clip."
-        )
-
-
-def check_norm_type(call: str, norm_type: float) -> None:
-    """Raise ValueError for another norm than the 2-norm, by which ZeRO clips."""
-    if norm_type != 2:
-        raise ValueError(f"{call}(norm_type={norm_type!r}) is not possible with ZeRO: use the 2-norm.")
-
-
-def check_parameters(engine: RequestZeROEngine, parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Raise ValueError unless these are all trainable parameters of the engine's model: the step clips all of them."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    wanted = {id(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
-    found = {id(parameter) for parameter in given if parameter.requires_grad}
-    if found != wanted:
-        raise ValueError(
-            f"clip_grad_norm_ got {len(found & wanted)} of the model's {len(wanted)} trainable parameters and "
-            f"{len(found - wanted)} others, but ZeRO clips the gradient as a whole: give model.parameters()."
         )

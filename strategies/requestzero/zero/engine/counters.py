@@ -13,6 +13,7 @@ from requestzero.zero.common.partition_traffic import PartitionTraffic
 from requestzero.zero.common.window import UpdateWindow
 from requestzero.zero.engine.applied_requests import AppliedRequests
 from requestzero.zero.engine.deprecated_calls import ReadoutFloat, ReadoutInt
+from requestzero.zero.engine.set_gradients import SetGradients
 from requestzero.zero.overflow import skip_messages
 from requestzero.zero.overflow.skips import SkippedUpdate, SkipRecord
 from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
@@ -30,6 +31,7 @@ class CountingEngine(DeepSpeedEngine):
         self._skips = SkipRecord()
         self._applied = AppliedRequests()
         self.next_step_clipping = NextStepClipping()
+        self.set_gradients = SetGradients()
         super().__init__(*args, **kwargs)
 
     @property

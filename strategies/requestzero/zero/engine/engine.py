@@ -267,12 +267,17 @@ class RequestZeROEngine(AbortingEngine):
             ValueError: a divisor or normalization that is not allowed, both of them, or a normalization although
                 DeepSpeed divides by its ``gradient_accumulation_steps``.
             RankDisagreementError: another rank does not step here.
-            RuntimeError: on all ranks, if they give different divisors (seen where ``step`` reads the norm:
-                not with the overflow check and clipping off); or a divisor is given while
+            RuntimeError: in a block that shows gradients. On all ranks, if they give different divisors (seen where
+                ``step`` reads the norm: not with the overflow check and clipping off); or a divisor is given while
                 a request is open that may yet be dropped. With ``"token"`` if a micro-batch has no weight or more than
                 one, or a weight is negative, infinite or NaN.
             GradientOverflowError: on all ranks, if the gradient is not finite and ``overflow`` says that the run ends.
         """
+        if self.shows_gradients:
+            raise RuntimeError(
+                "step() in a block that shows the window's gradient in p.grad, whose changes count at its end: call it "
+                "after the block."
+            )
         check_normalization(normalization, divisor, self.gradient_accumulation_steps())
         if normalization == "mean" and self.options.rank_dependent_micro_batches:
             raise ValueError(f"step(normalization='mean') with rank_dependent_micro_batches: {UNEQUAL_MEANS}")
@@ -284,12 +289,15 @@ class RequestZeROEngine(AbortingEngine):
         elif self.has_pending_gradients:
             self._apply_window(lr_kwargs, divisor, normalization)
         else:
+            self.set_gradients.leave_out(self.optimizer)
             self.optimizer.discard_window()  # an interrupted backward may have left something behind
             self._step_applied = False
 
     def _complete_sums(self) -> None:
         """Agree to a step, end the open request and reduce what waits (collective)."""
         self._count_unseen_backwards()
+        if not self.shows_gradients:
+            self.set_gradients.leave_out(self.optimizer)
         self.agree_to_step()
         self.end_request()
         with self.optimizer.rollback.suspended():

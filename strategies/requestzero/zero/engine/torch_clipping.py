@@ -35,6 +35,15 @@ class Clipping(Protocol):
 
     def by_norm(self, call: str, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor: ...
 
+    def of_parameters(
+        self,
+        call: str,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor: ...
+
     def whole_gradients(self, call: str) -> AbstractContextManager[None]: ...
 
 
@@ -49,6 +58,9 @@ class KeepsGradients(Protocol):
 
     @property
     def optimizer(self) -> Any: ...
+
+    @property
+    def module(self) -> Any: ...
 
 
 _engines: WeakValueDictionary[int, KeepsGradients] = WeakValueDictionary()
@@ -117,9 +129,12 @@ def _clip(
         raise RuntimeError(
             f"{call}: the norm was taken of gradients that are empty, since ZeRO keeps them: use clip_grad_norm_."
         )
+    for engine in engines:
+        given = without_local(engine, given)
     asked = inspect.signature(original).bind(given, *args, **kwargs)
     asked.apply_defaults()
-    if original.__name__ == _NORM and asked.arguments["norm_type"] == 2 and _are_all(engines, given):
+    by_2_norm = original.__name__ == _NORM and asked.arguments["norm_type"] == 2
+    if by_2_norm and len(engines) == 1 and are_all(engines[0], given):
         return loops[0].by_norm(call, float(asked.arguments["max_norm"]), asked.arguments["error_if_nonfinite"])
     with ExitStack() as stack:
         for loop in loops:
@@ -133,11 +148,21 @@ def _keeps(engine: KeepsGradients, given: Sequence[torch.Tensor]) -> bool:
     return any(id(parameter) in engine.optimizer.layout.ids for parameter in given)
 
 
-def _are_all(engines: Sequence[KeepsGradients], given: Sequence[torch.Tensor]) -> bool:
-    """Return whether the gradients of these parameters are those of one engine's step."""
-    kept = {id(parameter) for parameter in engines[0].optimizer.layout.params if parameter.requires_grad}
+def without_local(engine: KeepsGradients, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parameters without those that the model trains beside the engine's optimizer.
+
+    Their gradients are those of one rank alone, by which ranks would clip differently.
+    """
+    kept = {id(parameter) for parameter in engine.optimizer.layout.params}
+    local = {id(parameter) for parameter in engine.module.parameters()} - kept
+    return [parameter for parameter in given if id(parameter) not in local]
+
+
+def are_all(engine: KeepsGradients, given: Sequence[torch.Tensor]) -> bool:
+    """Return whether the gradients of these parameters are those that the engine's step clips."""
+    kept = {id(parameter) for parameter in engine.optimizer.layout.params if parameter.requires_grad}
     others = {id(parameter) for parameter in given if parameter.grad is not None}
-    return len(engines) == 1 and kept | others == kept and kept <= {id(parameter) for parameter in given}
+    return kept | others == kept and kept <= {id(parameter) for parameter in given}
 
 
 def _loop_of(engine: KeepsGradients, call: str) -> Clipping:
