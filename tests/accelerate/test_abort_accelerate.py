@@ -45,7 +45,9 @@ def aborted_blocks(plugin: dict[str, Any], failing: tuple[int, ...]) -> tuple[li
 
 @pytest.mark.parametrize("failing", [(0, 1), (1,)])
 @pytest.mark.parametrize(
-    "plugin", [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "offload_optimizer_device": "cpu"}], ids=str
+    "plugin",
+    [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "offload_optimizer_device": "cpu"}, {"zero_stage": 3}],
+    ids=str,
 )
 def test_the_other_blocks_are_applied(two_ranks: RankGroup, plugin: dict[str, Any], failing: tuple[int, ...]) -> None:
     rows = data(5, 2).view(5, 2, -1)[[0, 2, 4]]

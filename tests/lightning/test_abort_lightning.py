@@ -21,7 +21,16 @@ def run_of(**fields: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("aborts_by", "rank", "stage"), [("raise", None, 2), ("return", None, 1), ("raise", 1, 2), ("return", 0, 1)]
+    ("aborts_by", "rank", "stage"),
+    [
+        ("raise", None, 2),
+        ("return", None, 1),
+        ("raise", 1, 2),
+        ("return", 0, 1),
+        ("raise", None, 3),
+        ("raise", 1, 3),
+        ("return", 0, 3),
+    ],
 )
 def test_the_others_of_a_window_are_applied(two_ranks: RankGroup, aborts_by: str, rank: int | None, stage: int) -> None:
     """Of windows 2 and 3 a request is aborted, of window 4 both are: nothing is applied, and the schedule waits."""

@@ -74,34 +74,51 @@ def test_two_ranks_save_together(two_ranks: RankGroup, tmp_path: Path, batch: in
 
 
 class SignalInWindow(Callback):
-    """Sends the signal in the second window."""
+    """Sends the signal in the second window, after a batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx == 5:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
             os.kill(os.getpid(), signal.SIGUSR2)
 
 
-def job(folder: str, signalled: bool) -> dict[str, Any]:
+IN_A_REQUEST: dict[str, Any] = {"marks": [(number % 3 == 2, number % 6 == 5) for number in range(12)]}
+
+
+def job(folder: str, batch: int | None, spec: dict[str, Any]) -> dict[str, Any]:
     handler = signal.getsignal(signal.SIGUSR2)
     module_of_call = "lightning.pytorch.trainer.connectors.signal_connector.call"
     with mock.patch.dict(os.environ, {"SLURM_JOB_ID": "77"}), mock.patch(module_of_call, return_value=0):
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-        trainer = {"accumulate": 4, "max_epochs": 2, "plugins": [Node()]}
-        run = Run(trainer=trainer, stateful=True, optimizer="adamw", model="curved", dropout=0.25, root=folder)
-        run.callbacks, run.ckpt_path = ([SignalInWindow], None) if signalled else ([], "hpc")
+        trainer = {"max_epochs": 2, "plugins": [Node()], **spec.get("trainer", {})}
+        spec = {**spec, "trainer": trainer, "root": folder}
+        run = Run(stateful=True, optimizer="adamw", model="curved", dropout=0.25, **spec)
+        run.callbacks, run.ckpt_path = ([], "hpc") if batch is None else ([SignalInWindow(batch)], None)
         result = train(run)
     signal.signal(signal.SIGUSR2, handler)
     return result
 
 
-def test_the_requeued_job_goes_on_in_the_window(two_ranks: RankGroup, tmp_path: Path) -> None:
-    """Here the job that was signalled goes on to its end, which the requeued one has to come to as well."""
-    signalled = two_ranks.run(job, str(tmp_path), True)
+@pytest.mark.parametrize(
+    ("batch", "spec", "saved"),
+    [(5, {"trainer": {"accumulate": 4}}, (2, 2)), (7, IN_A_REQUEST, (1, 3))],
+    ids=["between requests", "in a request"],
+)
+def test_the_requeued_job_goes_on_in_the_window(
+    two_ranks: RankGroup, batch: int, spec: dict[str, Any], saved: tuple[int, int], tmp_path: Path
+) -> None:
+    """Here the job that was signalled goes on to its end, which the requeued one has to come to as well.
+
+    A signal inside a request, of three batches, waits for its end.
+    """
+    signalled = two_ranks.run(job, str(tmp_path), batch, spec)
     record = SavedWindow.read(tmp_path / "hpc_ckpt_1.ckpt" / "checkpoint")
     assert record is not None
-    assert record.ranks[0].requests == 2
-    for want, got in zip(signalled, two_ranks.run(job, str(tmp_path), False), strict=True):
-        assert len(got["updates"]) == 5
+    assert (record.ranks[0].requests, record.ranks[0].micro_batches) == saved
+    for want, got in zip(signalled, two_ranks.run(job, str(tmp_path), None, spec), strict=True):
+        assert len(got["updates"]) == len(want["updates"]) - 1
         assert got["updates"] == want["updates"][1:]
         assert [got[key] for key in ("weights", "optimizer", "global_step")] == [
             want[key] for key in ("weights", "optimizer", "global_step")

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, Sto
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.utils.data import DataLoader
 
+from requestzero import AbortRequest
 from requestzero.lightning import RequestZeRO
 from requestzero.lightning.callback_checks import check_callbacks
 from requestzero.lightning.single_file import to_single_file
@@ -265,3 +266,52 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RequestZeRO(**options)
     RequestZeRO(stage=3, config={"zero_optimization": {"stage3_max_live_parameters": 1}})
+
+
+class Aborting(Sharded):
+    """Two layers, and a request that is aborted before, between or after them, on one rank or on both."""
+
+    def __init__(self, place: str, alone: bool) -> None:
+        super().__init__()
+        self.place, self.alone = place, alone
+        self.head: torch.nn.Linear | None = None
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.head is None:
+            self.head = torch.nn.Linear(3, 2)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        assert self.layer is not None
+        assert self.head is not None
+        aborts = batch_idx == 2 and (self.global_rank == 1 or not self.alone)
+        self._abort(aborts and self.place == "before")
+        hidden = self.layer(batch)
+        self._abort(aborts and self.place == "between")
+        loss = self.head(hidden).square().sum()
+        self._abort(aborts and self.place == "after")
+        return loss
+
+    @staticmethod
+    def _abort(aborts: bool) -> None:
+        if aborts:
+            raise AbortRequest("its reward came too late")
+
+
+def aborted(root: Path, place: str, alone: bool) -> tuple[list[torch.Tensor], int, int]:
+    module = Aborting(place, alone)
+    config = {**KEEP_OPTIMIZER, "zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    trainer = trainer_of(root, 2, stage=3, abort=True, config=config)
+    trainer.fit(module, batches(5))
+    strategy: Any = trainer.strategy
+    return whole(module), strategy.aborted_requests, strategy.applied_updates
+
+
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+def test_one_rank_aborts_in_its_training_step(two_ranks: RankGroup, place: str, tmp_path: Path) -> None:
+    """Which is a forward that gathers weights: as if both had aborted."""
+    (wanted, *counts), _ = two_ranks.run(aborted, tmp_path, "after", False)
+    assert counts == [2, 6]
+    for found, *found_counts in two_ranks.run(aborted, tmp_path, place, True):
+        assert found_counts == counts
+        assert all(map(torch.equal, found, wanted))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from support.logs import logged_by
 from support.rank_scenarios import outcome
 from support.ranks import RankError, RankGroup
 from support.setup import Setup
-from support.stage_3 import GATHERED
+from support.stage_3 import GATHERED, PARAMS
 from support.updates import assert_sums, difference
 from support.windows import ALL, Micro, backward, values
 
@@ -36,6 +38,11 @@ def one_rank_fails(setup: Setup, place: str, rank: int, micro_batches: int | Non
     engine.step()
     assert_sums(difference(start, masters(engine)), [Micro(ALL, seed) for seed in (0, 10, 2, 12)])
     assert engine.aborted_requests == 1
+    start = masters(engine)
+    for seed in (3, 4):
+        backward(engine, Micro(ALL, seed))
+    engine.step()
+    assert_sums(difference(start, masters(engine)), [Micro(ALL, seed) for seed in (3, 4)])
     engine.destroy()
     return messages, raised
 
@@ -44,9 +51,21 @@ def run_micro_batches(engine: Any, number: int, place: str) -> None:
     for part in range(2):
         if place == f"data {part}":
             raise KeyError("no data")
-        backward(engine, Micro(ALL, number + 10 * part, request_end=False))
+        with failing_in(engine, place if place.endswith(f" {part}") else ""):
+            backward(engine, Micro(ALL, number + 10 * part, request_end=False))
     if place == "end":
         raise KeyError("too late")
+
+
+def failing_in(engine: Any, place: str) -> AbstractContextManager[Any]:
+    """In the model's forward before its first layer, in its third layer's, or between the forward and the backward."""
+    name = place.partition(" ")[0]
+    calls = {
+        "model": (engine.module, "forward"),
+        "layer": (engine.module.layers[2], "forward"),
+        "loss": (engine, "backward"),
+    }
+    return patch.object(*calls[name], side_effect=KeyError(f"no {name}")) if name in calls else nullcontext()
 
 
 SETUPS = [
@@ -59,14 +78,34 @@ SETUPS = [
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-@pytest.mark.parametrize(("place", "rank"), [("data 0", 1), ("data 1", 0), ("end", 1)])
+@pytest.mark.parametrize(
+    ("place", "rank"), [("data 0", 1), ("data 1", 0), ("layer 0", 1), ("loss 1", 0), ("loss 0", 1), ("end", 1)]
+)
 def test_a_failure_on_one_rank_aborts_the_request_on_all(
     two_ranks: RankGroup, setup: Setup, place: str, rank: int
 ) -> None:
-    results = two_ranks.run(one_rank_fails, setup, place, rank)
-    text = "'too late'" if place == "end" else "'no data'"
+    assert_aborted(two_ranks.run(one_rank_fails, setup, place, rank), place, rank)
+
+
+def assert_aborted(results: list[tuple[list[str], str]], place: str, rank: int) -> None:
+    text = "'too late'" if place == "end" else f"'no {place.partition(' ')[0]}'"
     assert [raised for _, raised in results] == [text if each == rank else "" for each in (0, 1)]
     assert results[0][0] == [f"Aborted request 'r1': left out of update 1 (rank {rank}: KeyError: {text})."]
+
+
+STAGE_3 = [
+    Setup(stage=3, config=ABORT),  # all weights stay gathered
+    Setup(stage=3, config=ABORT, zero={**GATHERED, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}),
+    Setup(stage=3, config=ABORT, zero={"stage3_param_persistence_threshold": 16, "stage3_prefetch_bucket_size": 16}),
+    Setup(stage=3, config=ABORT, checkpointing="non_reentrant", offload=True, zero={**GATHERED, **PARAMS}),
+]
+
+
+@pytest.mark.parametrize("setup", STAGE_3, ids=str)
+@pytest.mark.parametrize(("place", "rank"), [("model 0", 1), ("model 1", 0), ("layer 1", 1), ("loss 0", 0)])
+def test_a_failure_in_a_forward_that_gathers(two_ranks: RankGroup, setup: Setup, place: str, rank: int) -> None:
+    """The other rank is in the next gather; the one that has failed gathers along, without computing."""
+    assert_aborted(two_ranks.run(one_rank_fails, setup, place, rank), place, rank)
 
 
 def test_a_failure_before_a_forward_that_nobody_has_announced(two_ranks: RankGroup) -> None:
@@ -231,7 +270,7 @@ def test_a_block_that_one_rank_cannot_begin_ends_all(two_fresh_ranks: RankGroup)
         assert "rank 1: failed after no request: ValueError: begin_request(micro_batches=0) is not allowed" in each.text
 
 
-def aborts_in_a_forward(engine: Any, returns: bool) -> None:
+def aborts_in_a_forward(engine: Any, returns: bool, first: bool) -> None:
     """Raise or return ``AbortRequest`` on one rank, before a layer has gathered anything."""
     import deepspeed.comm as dist
 
@@ -244,20 +283,35 @@ def aborts_in_a_forward(engine: Any, returns: bool) -> None:
             raise AbortRequest("in the forward")
         return AbortRequest("in the forward") if aborts else forward(*args)
 
-    with engine.request("before"):
-        backward(engine, Micro(ALL, 2, request_end=False))  # gathers what stays on all ranks from then on
+    if not first:
+        with engine.request("before"):
+            backward(engine, Micro(ALL, 2, request_end=False))
+    start = masters(engine)
     engine.module.forward = call
     with engine.request("r"):
         loss = engine(*values(1, dist.get_rank(), dist.get_world_size()), ALL)
         if isinstance(loss, AbortRequest):
             raise loss
         engine.backward(loss)
+    engine.step()
+    assert_sums(difference(start, masters(engine)), [Micro(ALL, 2)])
+
+
+IN_FORWARDS = Setup(stage=3, zero=GATHERED, config=ABORT)
 
 
 @pytest.mark.parametrize("returns", [False, True])
-def test_an_abort_inside_a_forward_on_one_rank_says_what_to_do(two_fresh_ranks: RankGroup, returns: bool) -> None:
-    setup = Setup(stage=3, config=ABORT)
-    outcomes = two_fresh_ranks.run(outcome, aborts_in_a_forward, returns, setup=setup)
+def test_an_abort_inside_a_forward_on_one_rank(two_ranks: RankGroup, returns: bool) -> None:
+    outcomes = two_ranks.run(outcome, aborts_in_a_forward, returns, False, setup=IN_FORWARDS)
+    assert [(each.error, each.text) for each in outcomes] == [("", "")] * 2
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_an_abort_inside_the_first_forward_on_one_rank_says_what_to_do(
+    two_fresh_ranks: RankGroup, returns: bool
+) -> None:
+    """Nothing tells this rank what the other gathers."""
+    outcomes = two_fresh_ranks.run(outcome, aborts_in_a_forward, returns, True, setup=IN_FORWARDS)
     assert {each.error for each in outcomes} == {"RankDisagreementError"}, outcomes
     assert "rank 1: aborts request 'r' after micro-batch 0: in the forward" in outcomes[0].text
     assert outcomes[0].text.endswith("restart from the last checkpoint.")

@@ -95,6 +95,20 @@ def test_parameters_of_some_ranks_only(
     assert_all_raise(outcomes, *lines, "set rank_dependent_parameters=true")
 
 
+@pytest.mark.parametrize(
+    ("scenario", "second"),
+    [
+        (scenarios.other_tags, "rank 1: loads a checkpoint after no request, tag 'step 1'"),
+        (scenarios.other_latest_tags, "rank 1: loads a checkpoint after no request, tag 'step 1'"),
+        (scenarios.one_has_no_checkpoint, "rank 1: loads a checkpoint after no request$"),
+    ],
+)
+def test_ranks_that_load_other_tags(two_fresh_ranks: RankGroup, scenario: Callable[..., None], second: str) -> None:
+    first = "rank 0: loads a checkpoint after no request, tag 'step 0'"
+    outcomes = two_fresh_ranks.run(outcome, scenario)
+    assert_all_raise(outcomes, first, f"(?m){second}", "the checkpoint of one tag")
+
+
 def test_stock_pairs_other_parameters_or_aborts(two_fresh_ranks: RankGroup) -> None:
     """Why it matters: equal sizes are added up silently, into a layer that another rank has not used."""
     applied: Any = two_fresh_ranks.run(scenarios.stock_pairs, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -309,6 +310,25 @@ def one_loads(engine: Any) -> None:
     if rank() == 1:
         engine.load_checkpoint("never read")
     request(engine, 1, "second")
+
+
+def other_tags(engine: Any) -> None:
+    engine.load_checkpoint("never read", tag=f"step {rank()}")
+
+
+def other_latest_tags(engine: Any) -> None:
+    """Nodes with disks of their own, of which one has missed the last save."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "latest").write_text(f"step {rank()}")
+        engine.load_checkpoint(folder)
+
+
+def one_has_no_checkpoint(engine: Any) -> None:
+    """A disk of its own that is empty."""
+    with tempfile.TemporaryDirectory() as folder:
+        if rank() == 0:
+            Path(folder, "latest").write_text("step 0")
+        engine.load_checkpoint(folder)
 
 
 def one_discards(engine: Any) -> None:

@@ -1,6 +1,7 @@
 """A process that is killed while it writes a checkpoint: the run resumes from the one before, or from the new one.
 
-CI kills at a few points; ``KILLED_SAVES=20 python -m pytest -s tests/zero/test_killed_saves.py`` at 20 and counts.
+CI kills at a few points; ``KILLED_SAVES=20 python -m pytest -s tests/zero/test_killed_saves.py`` at 20 for each setup,
+and counts.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ import torch
 from support.engines import build, masters
 from support.ranks import RankError, RankGroup
 from support.setup import Setup
+from support.stage_3 import GATHERED
 from support.windows import ALL, Micro, backward
 
-POINTS = int(os.environ.get("KILLED_SAVES", "3"))
-SETUP = Setup(2, True, "bf16", "fp32", optimizer="adamw")
+POINTS = int(os.environ.get("KILLED_SAVES", "2"))
+SETUPS = [
+    Setup(stage, offload, "bf16", "fp32", optimizer="adamw", zero=GATHERED if stage == 3 else {})
+    for stage in (2, 3)
+    for offload in (False, True)
+]
 REQUESTS, FIRST_SAVE, SECOND_SAVE, END = 4, 2, 6, 12
 """Requests of a window, and after how many requests of the run it saves twice and ends."""
 
@@ -45,17 +51,17 @@ def train(engine: Any, begin: int, end: int) -> None:
             engine.step(divisor=3.0)
 
 
-def uninterrupted() -> list[torch.Tensor]:
-    engine = build(SETUP)
+def uninterrupted(setup: Setup) -> list[torch.Tensor]:
+    engine = build(setup)
     train(engine, 0, END)
     weights = masters(engine)
     engine.destroy()
     return weights
 
 
-def killed(folder: str, same_tag: bool, rank: int, at: int) -> int:
+def killed(setup: Setup, folder: str, same_tag: bool, rank: int, at: int) -> int:
     """Save twice, and die at a call of the second time on one rank; return the calls of the rank that does not die."""
-    engine = build(SETUP)
+    engine = build(setup)
     train(engine, 0, FIRST_SAVE)
     engine.save_checkpoint(folder, tag="one", client_state={"place": FIRST_SAVE})
     train(engine, FIRST_SAVE, SECOND_SAVE)
@@ -67,8 +73,8 @@ def killed(folder: str, same_tag: bool, rank: int, at: int) -> int:
     return killer.calls
 
 
-def resumed(folder: str) -> tuple[int, list[torch.Tensor]]:
-    engine = build(SETUP)
+def resumed(setup: Setup, folder: str) -> tuple[int, list[torch.Tensor]]:
+    engine = build(setup)
     path, state = engine.load_checkpoint(folder)
     assert path is not None
     train(engine, state["place"], END)
@@ -78,23 +84,25 @@ def resumed(folder: str) -> tuple[int, list[torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("same_tag", [False, True], ids=["another_tag", "same_tag"])
-def test_a_killed_save(two_ranks: RankGroup, same_tag: bool, tmp_path: Path) -> None:
-    wanted = two_ranks.run(uninterrupted)
-    calls = two_ranks.run(killed, str(tmp_path / "whole"), same_tag, 0, 0)
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_a_killed_save(two_ranks: RankGroup, setup: Setup, tmp_path: Path) -> None:
+    """Either rank, under another tag than that of the checkpoint before and under the same, in turn."""
+    wanted = two_ranks.run(uninterrupted, setup)
+    calls = [two_ranks.run(killed, setup, str(tmp_path / f"whole {tag}"), tag, 0, 0) for tag in (False, True)]
     places = []
     for point in range(POINTS):
-        rank, folder = point % 2, str(tmp_path / str(point))
+        rank, same_tag, folder = point % 2, (point + point // 2) % 2 == 1, str(tmp_path / str(point))
+        at = int(calls[same_tag][rank] * (point + 0.5) / POINTS)
         group = RankGroup(2)
         try:
-            group.run(killed, folder, same_tag, rank, int(calls[rank] * (point + 0.5) / POINTS), timeout=60)
+            group.run(killed, setup, folder, same_tag, rank, at, timeout=60)
         except RankError as error:
             assert "the process died (exit code -9)" in str(error)  # noqa: PT017 (nothing is raised by the last calls)
         group.stop()
-        results = two_ranks.run(resumed, folder)
+        results = two_ranks.run(resumed, setup, folder)
         for (_, found), expected in zip(results, wanted, strict=True):
             assert all(map(torch.equal, found, expected))
         places.append(results[0][0])
     assert set(places) <= {FIRST_SAVE, SECOND_SAVE}
     assert FIRST_SAVE in places
-    print(f"{len(places)} of {POINTS} resume, {places.count(SECOND_SAVE)} of them from the new checkpoint")
+    print(f"{setup}: {len(places)} of {POINTS} resume, {places.count(SECOND_SAVE)} of them from the new checkpoint")

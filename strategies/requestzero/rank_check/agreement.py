@@ -126,12 +126,11 @@ class RankAgreement(Agreement):
             self._compare(self._progress.forwards())
         self._finish()
         self._progress.request.forwards += 1
-        self._progress.in_forward = True
         self._waiting_for = lambda: self._progress.forwards(Kind.GATHER)
 
     @override
-    def after_forward(self) -> None:
-        self._progress.in_forward = False
+    def note_gather(self) -> None:
+        self._progress.gathers += 1
 
     @override
     def begin_backward(self, last: bool) -> None:
@@ -173,7 +172,7 @@ class RankAgreement(Agreement):
         finally:
             self._reason = self._abort = None
             self._order.restart()
-            self._reducing = self._progress.in_forward = False
+            self._reducing = False
             self._progress.request.closed = self._progress.request.aborted = True
 
     def _vote_for_abort(self, reason: str) -> None:

@@ -40,8 +40,8 @@ class Agreement:
             evaluates: no backward can follow it.
         """
 
-    def after_forward(self) -> None:
-        """Note that such a forward has gathered all that it needs: one rank alone may abort its request again."""
+    def note_gather(self) -> None:
+        """Note a gather of weights: only ranks that have begun as many can abort a request together."""
 
     def begin_backward(self, last: bool) -> None:
         """Announce a backward without waiting; ``last`` where its request is known to end with it."""

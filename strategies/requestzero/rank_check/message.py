@@ -16,10 +16,15 @@ PARAMETERS_HINT = (
     "Where parameters take part on some ranks only (adapters, experts, conditional branches), set "
     "rank_dependent_parameters=true; at stage 3 make their module a leaf module (zero_optimization.leaf_module)."
 )
+CHECKPOINT_HINT = (
+    "All data-parallel ranks have to save, or to load, the checkpoint of one tag; where a load is given none, the file "
+    "latest names it, which may differ between the disks of nodes."
+)
 ENGINES_HINT = "All data-parallel ranks have to use their engines in the same order."
 ABORT_HINT = (
     "A request is aborted by all ranks together, or with the option abort by one of them before its backward. Inside a "
-    "backward at stages 2 and 3, or a forward at stage 3, one alone cannot: restart from the last checkpoint."
+    "backward at stages 2 and 3, or at stage 3 inside an engine's first forward or one that runs other modules than "
+    "the forward before it, one alone cannot: restart from the last checkpoint."
 )
 _NAMES_SHOWN = 5
 
@@ -46,6 +51,8 @@ def _hint(sent: list[RankReport]) -> str:
         return ABORT_HINT
     if _engines_differ(sent):
         return ENGINES_HINT
+    if all(report.place[0] == Kind.CHECKPOINT for report in sent):
+        return CHECKPOINT_HINT
     return PARAMETERS_HINT if _orders_differ(sent) else HINT
 
 

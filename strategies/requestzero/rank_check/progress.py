@@ -25,8 +25,8 @@ class Progress:
         self.request = Request()
         self.reductions = 0
         """Reductions that this rank has begun. On a GPU they are only queued when the next vote comes."""
-        self.in_forward = False
-        """This rank is in a forward that gathers weights, or has left it with an exception."""
+        self.gathers = 0
+        """Gathers of weights that this rank has begun, likewise."""
 
     @property
     def window(self) -> Window:
@@ -85,9 +85,9 @@ class Progress:
     def votes(self, kind: Kind, text: str) -> Intent:
         """Return the intent to go on with the request, or to abort it, wherever in it a rank is between reductions.
 
-        Ranks that have gathered other weights than the rest cannot go on with them.
+        Not where others wait in a gather, or will.
         """
-        return Intent(kind, self.request.number, self.reductions, window=int(self.in_forward), text=text)
+        return Intent(kind, self.request.number, self.reductions, window=0, content=str(self.gathers), text=text)
 
     def steps(self, kind: Kind) -> Intent:
         """Return the intent to step."""

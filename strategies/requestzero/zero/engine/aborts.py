@@ -11,6 +11,7 @@ from requestzero.data.micro_batch import RequestId
 from requestzero.errors import AbortRequest, RankDisagreementError
 from requestzero.rank_check.message import by_rank
 from requestzero.zero.engine.checkpoints import CheckpointingEngine
+from requestzero.zero.stage_3.optimizer import RequestZeROStage3Optimizer
 
 logger = logging.getLogger("requestzero")
 
@@ -37,15 +38,20 @@ class AbortingEngine(CheckpointingEngine):
             RuntimeError: there is no such request, or it cannot be undone; then nothing has changed.
             RankDisagreementError: another rank does something else, or it alone can or cannot undo the request. With
                 the option ``abort`` a rank may be before the next backward of the request, or at the end of its block:
-                it raises ``AbortRequest`` there.
+                it raises ``AbortRequest`` there. At stage 3 this one may have left a forward then, unless that was the
+                engine's first, or has run other modules than the forward before it.
         """
         with self.failing_together():
             self._refuse_abort(reason)
+            self.forward_order.finish()
         reasons = self.agreement.abort(reason)
         window, rollback = self.update_window, self.optimizer.rollback
         name = rollback.name(window)
         self.optimizer.abort_request()
         self._forget_backward()
+        if self.forward_order.is_open and isinstance(self.optimizer, RequestZeROStage3Optimizer):
+            self.optimizer.empty_partition_cache()  # the ranks may have gathered different weights
+            self.forward_order.forget()
         if not window.is_open:
             self.next_step_clipping.forget()
         self._skips.aborted_requests += 1

@@ -8,6 +8,7 @@ from typing import Any
 from deepspeed import comm as dist
 from typing_extensions import override
 
+from requestzero.zero.checkpoint.files import find_tag
 from requestzero.zero.engine.announcements import ends_together
 from requestzero.zero.engine.damaged_files import check_files
 from requestzero.zero.engine.other_ranks import OtherRanksEngine
@@ -151,7 +152,8 @@ class CheckpointingEngine(OtherRanksEngine):
 
         Args:
             load_dir: folder of checkpoints.
-            tag: name of one; that in the file ``latest`` unless given.
+            tag: name of one; that in the file ``latest`` unless given. The same on all ranks, also where each reads a
+                ``latest`` of its own, as on the disks of nodes.
             *args: for DeepSpeed's ``load_checkpoint`` (``load_module_strict`` and others).
             discard_window: leave out the window in the checkpoint, and begin with an empty one. So does
                 ``load_module_only``.
@@ -163,12 +165,16 @@ class CheckpointingEngine(OtherRanksEngine):
         Raises:
             ValueError: a file is damaged; the checkpoint, or its window, is that of other parameters; or another number
                 of ranks has saved it at stage 3.
-            RankDisagreementError: another rank does something else or has failed, or the ranks have disagreed before.
+            RankDisagreementError: another rank does something else, loads another tag, or has failed, or the ranks have
+                disagreed before.
         """
-        self.agreement.before_checkpoint("loads")
-        on_one_rank(self._moves_folders, lambda: _recover(Path(load_dir), tag))
-        with_window = not (discard_window or kwargs.get("load_module_only", False))
-        together(lambda: check_files(Path(load_dir), tag, self.global_rank, dist.get_world_size(), with_window))
+        found = find_tag(Path(load_dir), self.load_universal_checkpoint()) if tag is None else str(tag)
+        self.agreement.before_checkpoint("loads", found)
+        if found is not None:
+            folder = Path(load_dir, found)
+            on_one_rank(self._moves_folders, lambda: replacing.recover(folder))
+            with_window = not (discard_window or kwargs.get("load_module_only", False))
+            together(lambda: check_files(folder, self.global_rank, dist.get_world_size(), with_window))
         loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         self.agreement.before_collective("the end of a load")
         path, client_state = loaded
@@ -202,12 +208,3 @@ class CheckpointingEngine(OtherRanksEngine):
 def _is_of_a_checkpoint(name: str) -> bool:
     """Return whether DeepSpeed or this package writes a file of this name into a tag's folder."""
     return name.endswith("_states.pt") or name.startswith(("layer_", "requestzero_window", "zero"))
-
-
-def _recover(load_dir: Path, tag: str | None) -> None:
-    """Put back a checkpoint that was moved away when its successor's writer died."""
-    latest = load_dir / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text().strip()
-    if tag is not None:
-        replacing.recover(load_dir / str(tag))

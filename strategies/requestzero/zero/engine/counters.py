@@ -17,6 +17,7 @@ from requestzero.zero.engine.set_gradients import SetGradients
 from requestzero.zero.overflow import skip_messages
 from requestzero.zero.overflow.skips import SkippedUpdate, SkipRecord
 from requestzero.zero.stage_1_and_2.optimizer import RequestZeROOptimizer
+from requestzero.zero.stage_3.forward_order import ForwardOrder
 from requestzero.zero.stage_3.optimizer import RequestZeROStage3Optimizer
 
 
@@ -32,6 +33,7 @@ class CountingEngine(DeepSpeedEngine):
         self._applied = AppliedRequests()
         self.next_step_clipping = NextStepClipping()
         self.set_gradients = SetGradients()
+        self.forward_order = ForwardOrder()
         super().__init__(*args, **kwargs)
 
     @property

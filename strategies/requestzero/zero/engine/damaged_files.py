@@ -9,7 +9,7 @@ from requestzero.zero.window_checkpoint.record import SavedWindow
 from requestzero.zero.window_checkpoint.sums import check_file
 
 
-def check_files(load_dir: Path, tag: str | None, rank: int, ranks: int, with_window: bool) -> None:
+def check_files(folder: Path, rank: int, ranks: int, with_window: bool) -> None:
     """Compare the checksums in this rank's share of a checkpoint's files.
 
     PyTorch writes checksums and does not read them, so that a changed bit would be a changed weight. Files of another
@@ -17,8 +17,7 @@ def check_files(load_dir: Path, tag: str | None, rank: int, ranks: int, with_win
     (``torch.serialization.set_crc32_options(False)`` writes zeros) are left to what reads them.
 
     Args:
-        load_dir: folder of checkpoints.
-        tag: name of one; ``None``: that in the file ``latest``.
+        folder: of the checkpoint.
         rank: of this process among those that share the folder.
         ranks: their number.
         with_window: also look at the files with the sums of the open window.
@@ -26,12 +25,10 @@ def check_files(load_dir: Path, tag: str | None, rank: int, ranks: int, with_win
     Raises:
         ValueError: a file is damaged.
     """
-    folder = _folder(load_dir, tag)
-    if folder is not None:
-        for file in sorted(folder.glob("*.pt"))[rank::ranks]:
-            _check_archive(file)
-        if with_window:
-            _check_window(folder, rank, ranks)
+    for file in sorted(folder.glob("*.pt"))[rank::ranks]:
+        _check_archive(file)
+    if with_window:
+        _check_window(folder, rank, ranks)
 
 
 def _check_archive(file: Path) -> None:
@@ -48,13 +45,6 @@ def _check_window(folder: Path, rank: int, ranks: int) -> None:
     if saved is not None:
         for number in range(rank, saved.data_parallel_ranks, ranks):
             check_file(folder, number, saved.ranks[number].checksum)
-
-
-def _folder(load_dir: Path, tag: str | None) -> Path | None:
-    """Return the folder of a tag."""
-    latest = load_dir / "latest"
-    name = latest.read_text().strip() if tag is None and latest.is_file() else tag
-    return None if name is None else load_dir / str(name)
 
 
 def _damaged_part(file: Path) -> str | None:

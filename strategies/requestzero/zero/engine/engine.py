@@ -406,11 +406,12 @@ class RequestZeROEngine(AbortingEngine):
             self.agreement.before_forward(evaluates=not torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self.optimizer.rollback.note_forward()
+            self.forward_order.begin()
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
-        if not (isinstance(outputs, AbortRequest) or outputs is AbortRequest):
-            self.agreement.after_forward()
+        if torch.is_grad_enabled() and not (isinstance(outputs, AbortRequest) or outputs is AbortRequest):
+            self.forward_order.end()
         if torch.is_grad_enabled() and not self._has_unsearched_outputs:
             self._has_unsearched_outputs = not are_searched(outputs)
         if torch.is_grad_enabled() and self.optimizer.schedule.in_every_backward:
@@ -441,6 +442,7 @@ class RequestZeROEngine(AbortingEngine):
             self.agreement.begin_backward(last=last)
             if self.zero_optimization_partition_weights() or self.optimizer.schedule.asks_for_memory:
                 self.agreement.finish_vote()  # before the ranks gather weights, or compare their free memory
+            self.forward_order.begin_backward()
             if not self.update_window.request_open:
                 self.optimizer.begin_request()
         if self.optimizer.reduces_after_backward():
@@ -529,6 +531,8 @@ class RequestZeROEngine(AbortingEngine):
             built.ranks.agree_from_now_on(lambda: built.window, names.__getitem__, equal, options.abort)
             if self.zero_optimization_partition_weights():
                 watch_gathers(built, built.ranks)
+                if options.abort and built.ranks.agreement.active:
+                    self.forward_order.follow(built.parameter_offload.get_param_coordinator())
         built.on_unseen_gradient = self._refuse_unscaled
         refuse_gradients(given, built.param_names, built)
         torch_clipping.serve(self)

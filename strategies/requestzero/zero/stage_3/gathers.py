@@ -25,15 +25,17 @@ _GATHER = "_dist_allgather_fn"
 
 
 def watch_gathers(optimizer: DeepSpeedZeroOptimizer_Stage3, ranks: Ranks) -> None:
-    """Let the collectives of forwards be waited for under watch, from now on, where the host waits for them."""
+    """Let the collectives of forwards be counted, and waited for under watch where the host waits, from now on."""
     agreement = ranks.agreement
-    if has_streams() or not isinstance(agreement, RankAgreement):
+    if not isinstance(agreement, RankAgreement):
         return
-    begin = partial(_begin, getattr(partition_parameters, _GATHER), agreement)
+    begin = None if has_streams() else partial(_begin, getattr(partition_parameters, _GATHER), agreement)
     for param in optimizer.module.parameters():
         gathered: Any = param
         original, _ = _watched(gathered)
-        gathered.all_gather_coalesced = partial(_gather, original, begin)
+        gathered.all_gather_coalesced = partial(_gather, original, agreement, begin)
+    if has_streams():
+        return
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     coordinator.reset_step = partial(_reset, coordinator.reset_step, ranks.comm)
 
@@ -51,8 +53,8 @@ def _watched(param: Any) -> tuple[Any, Any]:
     """Return DeepSpeed's gather of a parameter, and the agreement that watches it, or ``None``."""
     gather = getattr(param, "all_gather_coalesced", None)
     if isinstance(gather, partial) and gather.func is _gather:
-        original, begin = gather.args
-        return original, begin.args[1]
+        original, agreement, _ = gather.args
+        return original, agreement
     return gather, None
 
 
@@ -66,11 +68,20 @@ def _begin(gather: Callable[..., Any], agreement: RankAgreement, *args: Any, **k
     return WatchedWork(gather(*args, **kwargs), agreement)
 
 
-def _gather(gather: Callable[..., Any], begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _gather(
+    gather: Callable[..., Any],
+    agreement: RankAgreement,
+    begin: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Gather as DeepSpeed does.
 
     # HACK: its handle keeps the work of ``torch.distributed`` in attributes that differ by case; all of it comes from
     # one function, which is looked up by its module-level name.
     """
+    agreement.note_gather()
+    if begin is None:
+        return gather(*args, **kwargs)
     with patched(partition_parameters, _GATHER, begin):
         return gather(*args, **kwargs)
