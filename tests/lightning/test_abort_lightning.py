@@ -59,9 +59,17 @@ def test_the_rest_of_an_aborted_request_is_left_out(two_ranks: RankGroup) -> Non
         assert got["aborted"] == 2
 
 
-@pytest.mark.parametrize("aborts_by", ["raise", "late"])
-def test_manual_optimization(two_ranks: RankGroup, aborts_by: str) -> None:
-    run = run_of(manual="every_third", batches=6, schedule=False, aborted_batches=(0, 4), aborts_by=aborts_by)
+@pytest.mark.parametrize(("aborts_by", "rank", "stage"), [("raise", None, 2), ("late", None, 2), ("raise", 1, 3)])
+def test_manual_optimization(two_ranks: RankGroup, aborts_by: str, rank: int | None, stage: int) -> None:
+    run = run_of(
+        options={"stage": stage},
+        manual="every_third",
+        batches=6,
+        schedule=False,
+        aborted_batches=(0, 4),
+        aborts_by=aborts_by,
+        aborting_rank=rank,
+    )
     for got in two_ranks.run(train, run):
         assert [row["weights"] for row in got["updates"]] == reference([[1, 2], [3, 5]])
         assert got["aborted"] == 2
