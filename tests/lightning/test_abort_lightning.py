@@ -21,21 +21,24 @@ def run_of(**fields: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("aborts_by", "rank", "stage"),
+    ("aborts_by", "rank", "stage", "options"),
     [
-        ("raise", None, 2),
-        ("return", None, 1),
-        ("raise", 1, 2),
-        ("return", 0, 1),
-        ("raise", None, 3),
-        ("raise", 1, 3),
-        ("return", 0, 3),
+        ("raise", None, 2, {"offload_optimizer": True}),
+        ("return", None, 1, {}),
+        ("raise", 1, 2, {"offload_optimizer": True}),
+        ("return", 0, 1, {}),
+        ("raise", 1, 2, {"reduce_gradients_at": "auto"}),
+        ("raise", None, 3, {}),
+        ("raise", 1, 3, {"offload_optimizer": True}),
+        ("return", 0, 3, {}),
     ],
 )
-def test_the_others_of_a_window_are_applied(two_ranks: RankGroup, aborts_by: str, rank: int | None, stage: int) -> None:
+def test_the_others_of_a_window_are_applied(
+    two_ranks: RankGroup, aborts_by: str, rank: int | None, stage: int, options: dict[str, Any]
+) -> None:
     """Of windows 2 and 3 a request is aborted, of window 4 both are: nothing is applied, and the schedule waits."""
     run = run_of(
-        options={"stage": stage, "offload_optimizer": stage == 2},
+        options={"stage": stage, **options},
         trainer={"accumulate": 2},
         aborted_batches=(2, 5, 6, 7),
         aborts_by=aborts_by,
@@ -59,19 +62,30 @@ def test_the_rest_of_an_aborted_request_is_left_out(two_ranks: RankGroup) -> Non
         assert got["aborted"] == 2
 
 
-@pytest.mark.parametrize(("aborts_by", "rank", "stage"), [("raise", None, 2), ("late", None, 2), ("raise", 1, 3)])
-def test_manual_optimization(two_ranks: RankGroup, aborts_by: str, rank: int | None, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("aborts_by", "rank", "stage", "windows"),
+    [
+        ("raise", None, 2, [[1, 2], [3, 5]]),
+        ("late", None, 2, [[1, 2], [3, 5]]),
+        ("raise", 0, 2, [[1, 2], [3, 5]]),
+        ("raise", 1, 3, [[0, 2], [3, 5]]),  # one rank alone cannot in the first forward
+    ],
+)
+def test_manual_optimization(
+    two_ranks: RankGroup, aborts_by: str, rank: int | None, stage: int, windows: list[list[int]]
+) -> None:
+    aborted = tuple(sorted(set(range(6)) - set(windows[0] + windows[1])))
     run = run_of(
         options={"stage": stage},
         manual="every_third",
         batches=6,
         schedule=False,
-        aborted_batches=(0, 4),
+        aborted_batches=aborted,
         aborts_by=aborts_by,
         aborting_rank=rank,
     )
     for got in two_ranks.run(train, run):
-        assert [row["weights"] for row in got["updates"]] == reference([[1, 2], [3, 5]])
+        assert [row["weights"] for row in got["updates"]] == reference(windows)
         assert got["aborted"] == 2
 
 

@@ -46,7 +46,7 @@ def test_losses_are_those_of_stage_2(two_ranks: RankGroup, offload: str, tmp_pat
 
 def trained(folder: str, zero: dict[str, Any], *overrides: str) -> dict[str, torch.Tensor]:
     """Run the recipe with more of the section ``zero_optimization``; the whole weights at its end."""
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     found = {}
 

@@ -17,7 +17,6 @@ from requestzero.config.normalization import check_normalization
 from requestzero.config.reduction_time import ReduceAt, ReductionTime, reduction_time
 from requestzero.config.rules import UNEQUAL_MEANS
 from requestzero.config.validation import check_weight
-from requestzero.errors import AbortRequest
 from requestzero.zero.common import life_cycle
 from requestzero.zero.common.frozen_parameters import refuse_gradients
 from requestzero.zero.common.window_options import WindowOptions
@@ -165,8 +164,12 @@ class RequestZeROEngine(AbortingEngine):
 
     @contextmanager
     def _noticing(self, loss: torch.Tensor) -> Iterator[None]:
-        """Let a backward be noticed at its loss where DeepSpeed may not find the outputs at which it looks for one."""
-        if not (self._has_unsearched_outputs and torch.is_tensor(loss) and loss.requires_grad):
+        """Let a backward be noticed at its loss where DeepSpeed may not find the outputs at which it looks for one.
+
+        With ``abort`` also where it has none yet, as in a backward within the forward: the ranks vote before each.
+        """
+        searches = self._has_unsearched_outputs or self.options.abort
+        if not (searches and torch.is_tensor(loss) and loss.requires_grad):
             yield
             return
         hook = loss.register_hook(lambda _: self._backward_prologue())
@@ -410,7 +413,7 @@ class RequestZeROEngine(AbortingEngine):
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
-        if torch.is_grad_enabled() and not (isinstance(outputs, AbortRequest) or outputs is AbortRequest):
+        if torch.is_grad_enabled():
             self.forward_order.end()
         if torch.is_grad_enabled() and not self._has_unsearched_outputs:
             self._has_unsearched_outputs = not are_searched(outputs)
@@ -441,6 +444,8 @@ class RequestZeROEngine(AbortingEngine):
             self.optimizer.clear_backward_seen_flag()
             self.agreement.begin_backward(last=last)
             if self.zero_optimization_partition_weights() or self.optimizer.schedule.asks_for_memory:
+                if not self.update_window.request_open:
+                    self.optimizer.open_request()  # the vote may abort it, and a zero_grad() has forgotten it
                 self.agreement.finish_vote()  # before the ranks gather weights, or compare their free memory
             self.forward_order.begin_backward()
             if not self.update_window.request_open:
@@ -532,7 +537,7 @@ class RequestZeROEngine(AbortingEngine):
             if self.zero_optimization_partition_weights():
                 watch_gathers(built, built.ranks)
                 if options.abort and built.ranks.agreement.active:
-                    self.forward_order.follow(built.parameter_offload.get_param_coordinator())
+                    self.forward_order.follow(built.parameter_offload.get_param_coordinator(), self.module)
         built.on_unseen_gradient = self._refuse_unscaled
         refuse_gradients(given, built.param_names, built)
         torch_clipping.serve(self)

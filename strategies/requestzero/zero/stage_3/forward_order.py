@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-Step = tuple[nn.Module | None, bool]
-"""A module, and whether its weights are gathered or released; without a module: a backward begins."""
-_BACKWARD: Step = (None, False)
+from requestzero.errors import AbortRequest
+
+
+class Action(Enum):
+    """Parts of a forward that concern the other ranks."""
+
+    START = "DeepSpeed begins its record of the order of modules; again where a module calls itself"
+    GATHER = "the weights of a module are gathered"
+    RELEASE = "they are released"
+    BACKWARD = "a backward begins"
+
+
+Step = tuple[Action, nn.Module | None]
 
 
 class ForwardOrder:
@@ -29,16 +40,26 @@ class ForwardOrder:
         self._now: list[Step] = []
         self._runs = self._ended = self._open = False
 
-    def follow(self, coordinator: Any) -> None:
-        """Record from now on what DeepSpeed's coordinator of gathers is asked for."""
+    def follow(self, coordinator: Any, module: nn.Module) -> None:
+        """Record from now on what DeepSpeed's coordinator of gathers is asked for in forwards of ``module``."""
+        module.register_forward_hook(_raise_abort, prepend=True)  # before DeepSpeed releases its weights
         self._coordinator = coordinator
-        coordinator.fetch_sub_module = partial(self._note, coordinator.fetch_sub_module, True)
-        coordinator.release_sub_module = partial(self._note, coordinator.release_sub_module, False)
+        coordinator.reset_step = partial(self._start, coordinator.reset_step)
+        coordinator.fetch_sub_module = partial(self._run, coordinator.fetch_sub_module, Action.GATHER)
+        coordinator.release_sub_module = partial(self._run, coordinator.release_sub_module, Action.RELEASE)
 
-    def _note(self, run: Any, gathers: bool, module: nn.Module, forward: bool = False) -> None:
-        if self._runs and forward:
-            self._now.append((module, gathers))
+    def _start(self, reset_step: Any) -> None:
+        self._note(Action.START)
+        reset_step()
+
+    def _run(self, run: Any, action: Action, module: nn.Module, forward: bool = False) -> None:
+        if forward:
+            self._note(action, module)
         run(module, forward=forward)
+
+    def _note(self, action: Action, module: nn.Module | None = None) -> None:
+        if self._runs:
+            self._now.append((action, module))
 
     # --- a forward --------------------------------------------------------------------------------------------------
 
@@ -54,9 +75,8 @@ class ForwardOrder:
 
     def begin_backward(self) -> None:
         """Note a backward for which all ranks have voted, after the forward or, as Lightning's may be, within it."""
-        if self._runs:
-            self._now.append(_BACKWARD)
-        else:
+        self._note(Action.BACKWARD)
+        if not self._runs:
             self._open = False
 
     # --- an abort ---------------------------------------------------------------------------------------------------
@@ -72,23 +92,35 @@ class ForwardOrder:
             return
         self._runs = False
         done = len(self._now)
-        if self._now[-1:] == self._before[-1:]:  # the model has returned, without running all of its modules
-            done -= 1
-        if self._now[:done] == self._before[:done]:
+        if self._now == self._before[:done]:
             self._go_along(self._before[done:])
 
     def _go_along(self, steps: list[Step]) -> None:
-        for module, gathers in steps:
-            if module is None:
+        for action, module in steps:
+            if action is Action.BACKWARD:
                 break
-            if gathers:
-                self._coordinator.trace_prologue(module)
-                self._coordinator.fetch_sub_module(module, forward=True)
+            if action is Action.START:
+                self._coordinator.reset_step()
+            elif action is Action.GATHER:
+                self._gather(module)
             else:
                 self._coordinator.release_sub_module(module, forward=True)
+
+    def _gather(self, module: nn.Module | None) -> None:
+        """Do what DeepSpeed does before a module's forward."""
+        self._coordinator.trace_prologue(module)
+        if self._coordinator.is_record_trace():
+            self._coordinator.record_module(module)
+        self._coordinator.fetch_sub_module(module, forward=True)
 
     def forget(self) -> None:
         """Forget the forward of a request that is aborted, and DeepSpeed's record of the order, which may differ."""
         self._now, self._runs, self._ended, self._open = [], False, False, False
         if not self._coordinator.is_invalid_trace():
             self._coordinator._invalidate_trace()
+
+
+def _raise_abort(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Raise an ``AbortRequest`` that a model returns, as Lightning's ``training_step`` may."""
+    if isinstance(output, AbortRequest) or output is AbortRequest:
+        raise output
