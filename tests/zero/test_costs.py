@@ -90,12 +90,32 @@ def assert_cheaper(setups: list[Setup], ours: Any, stock: Any, tensors: int) -> 
             assert theirs["step"]["reads"] > owned
 
 
+def operators_of_autograd(dtype: str, tensors: int) -> int:
+    """Operators of a backward without an engine."""
+    kind: torch.dtype = getattr(torch, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype])
+    with fp16_on_cpu():
+        loss = Many(tensors).to(kind)(torch.ones(1, 8, dtype=kind))
+        with Operators() as operators:
+            loss.backward()
+    return operators.total
+
+
+def assert_no_more_than_before(setups: list[Setup], ours: Any, tensors: int) -> None:
+    """A backward's operators beyond autograd's: each tensor's, and those of the bucket and the sum. A step's."""
+    for setup, our in zip(setups, ours, strict=True):
+        by_tensor, once = (1, 16) if setup.stage == 1 else (3, 16)
+        backward = our["backward"]["operators"] - operators_of_autograd(setup.model, tensors)
+        assert backward <= by_tensor * tensors + once, f"{setup}: backward"
+        assert our["step"]["operators"] <= 40, f"{setup}: step"
+
+
 @every_place
 def test_boundary_costs_less_than_stock(two_ranks: RankGroup, stage: int, offload: bool) -> None:
     """Fewer operators in every configuration; the same at any size."""
     setups = configurations(stage, offload)
     ours, stock = (two_ranks.run(costs, setups, requestzero, 32)[0] for requestzero in (True, False))
     assert_cheaper(setups, ours, stock, 32)
+    assert_no_more_than_before(setups, ours, 32)
 
 
 def walks_over_all_parameters(setup: Setup, requestzero: bool) -> int:
