@@ -105,6 +105,7 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLUGINS)
 @pytest.mark.parametrize("saved_after", [2, 4])  # within the first epoch, and after its shorter last window
 def test_resumed_equals_uninterrupted(two_ranks: RankGroup, tmp_path: Path, name: str, saved_after: int) -> None:

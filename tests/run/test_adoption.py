@@ -121,6 +121,7 @@ def test_deepspeed_initialize_under_torchrun(tmp_path: Path) -> None:
     assert "requestzero.run:" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--no-initialize",)])
 def test_deepspeed_initialize_can_be_left_as_it_is(tmp_path: Path, options: tuple[str, ...]) -> None:
     program = tmp_path / "program.py"

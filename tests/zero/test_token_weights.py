@@ -67,6 +67,7 @@ def invariant(setup: Setup, windows: list[list[Sequence]], cuts: int) -> list[to
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_update_does_not_depend_on_the_cut(ranks: int, group_of: Callable[[int], RankGroup]) -> None:
     """Bit for bit: stages, offload, dtypes, requests, micro-batches, ranks, order, fillers, empty requests."""
