@@ -33,8 +33,8 @@ class WeightGathers:
     def __init__(self, groups: Sequence[GroupLayout], flat: Callable[[], list[torch.Tensor]], ranks: Ranks) -> None:
         self._groups = [each for each in groups if dist.get_world_size(group=each.process_group) > 1]
         self._flat, self._ranks = flat, ranks
-        self._begun: int | None = None  # how many groups a step has begun to gather; None outside of a step
-        self._works: list[Any] = []
+        self._steps = False  # a step runs
+        self._works: list[Any] = []  # of the first groups, in their order
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -45,12 +45,12 @@ class WeightGathers:
         if len(self._groups) < 2:
             yield
             return
-        self._begun = 0
+        self._steps = True
         try:
             with self._all_gather_replaced():
                 yield
         finally:
-            self._begun = None
+            self._steps = False
             self._wait()
 
     @contextmanager
@@ -68,11 +68,9 @@ class WeightGathers:
 
     def begin(self, count: int) -> None:
         """Begin to gather the first ``count`` groups, whose weights are final. Collective for those not begun yet."""
-        if self._begun is None:
-            return
-        ready = [each for each in self._groups if each.index < count]
-        self._works.extend(map(self._gather, ready[self._begun :]))
-        self._begun = max(self._begun, len(ready))
+        if self._steps:
+            ready = [each for each in self._groups if each.index < count]
+            self._works.extend(map(self._gather, ready[len(self._works) :]))
 
     def _gather(self, group: GroupLayout) -> Any:
         flat, rank = self._flat()[group.index], dist.get_rank(group=group.process_group)
