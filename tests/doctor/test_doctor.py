@@ -176,17 +176,17 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_sums_in_another_dtype_are_not_known_of_older_releases(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
-    """At stage 1, where this DeepSpeed's rules do not hold for 0.19.6."""
+@pytest.mark.parametrize(("stage", "unknown"), [(1, "at stage 1"), (2, ""), (3, "stage=3")])
+def test_what_is_not_known_of_older_releases(monkeypatch: pytest.MonkeyPatch, stage: int, unknown: str) -> None:
+    """Sums in another dtype at stage 1, and stage 3, where this DeepSpeed's rules do not hold for 0.19.6."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     monkeypatch.delattr(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer", raising=False)
     config = {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "bf16"}}
-    if stage == 2:
+    if not unknown:
         assert stock_run(config).losses
         return
-    with pytest.raises(ValueError, match=r"at stage 1: what DeepSpeed does with it before 0\.19\.8 is not known here"):
+    with pytest.raises(ValueError, match=rf"{unknown}: what DeepSpeed does with it before 0\.19\.8 is not known here"):
         stock_run(config)
 
 

@@ -124,8 +124,13 @@ class StockRun:
 
     @property
     def is_known(self) -> bool:
-        """False before 0.19.8 for stage 1 with sums in another dtype than the model's: what follows does not hold."""
-        return self.has_one_sum or self.stage != 1 or self.accumulation == self.model or self._is_bf16_optimizer
+        """False where what follows does not hold before 0.19.8.
+
+        At stage 3, and at stage 1 with sums in another dtype than the model's.
+        """
+        if self.has_one_sum or self.stage not in (1, 3):
+            return True
+        return self.stage == 1 and (self.accumulation == self.model or self._is_bf16_optimizer)
 
     @property
     def _is_bf16_optimizer(self) -> bool:
@@ -225,10 +230,9 @@ def stock_run(config: Mapping[str, Any]) -> StockRun:
         has_one_sum=hasattr(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer"),
     )
     if not run.is_known:
-        raise ValueError(
-            f"data_types.grad_accum_dtype={accumulation!r} at stage 1: what DeepSpeed does with it "
-            "before 0.19.8 is not known here."
-        )
+        sums = f"data_types.grad_accum_dtype={accumulation!r} at stage 1"
+        what = "zero_optimization.stage=3" if run.stage == 3 else sums
+        raise ValueError(f"{what}: what DeepSpeed does with it before 0.19.8 is not known here.")
     return run
 
 
