@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from requestzero.doctor.verify.training import Layers
 from support.engines import build, masters
 from support.grid import every_place, every_sum
 from support.overflow_configs import overflow_config
@@ -171,6 +172,33 @@ def test_a_backward_after_an_interrupted_one_is_refused(
     """A part of the interrupted one would be added to it, uncounted."""
     zero = {"overlap_comm": overlap, "reduce_bucket_size": bucket}
     two_ranks.run(backward_after_an_exception, Setup(stage=stage, offload=offload, model=model, accum=accum, zero=zero))
+
+
+def backward_after_an_exception_in_a_hook(setup: Setup) -> None:
+    """The user's hook runs before the engine's, so that the first gradient stays on its parameter."""
+    model, raises = Layers(), [False]
+
+    def hook(param: torch.Tensor) -> None:
+        if raises[0]:
+            raise KeyError("interrupted")
+
+    model.layers[-1].weight.register_post_accumulate_grad_hook(hook)
+    engine = build(setup, model=model)
+    backward(engine, Micro(ALL, 1))
+    raises[0] = True
+    with pytest.raises(KeyError, match="interrupted"):
+        backward(engine, Micro(ALL, 2))
+    raises[0] = False
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\)"):
+        backward(engine, Micro(ALL, 3))
+    engine.zero_grad()
+    assert_exact_window(engine, [Micro(ALL, 3), Micro(ALL, 4)])
+    engine.destroy()
+
+
+@every_place
+def test_a_backward_after_one_that_a_hook_has_interrupted(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    two_ranks.run(backward_after_an_exception_in_a_hook, Setup(stage=stage, offload=offload))
 
 
 def load_nothing(folder: str) -> None:

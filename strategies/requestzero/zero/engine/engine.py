@@ -183,14 +183,18 @@ class RequestZeROEngine(AbortingEngine):
 
         To be called where no backward runs, so that one which has not ended was interrupted.
         """
-        left = self.optimizer.reduction.has_begun or self.optimizer.schedule.unfinished
-        if self.optimizer._backward_active_depth > 0 and left:
+        if self.optimizer._backward_active_depth > 0 and self._has_part_of_backward():
             raise RuntimeError(
                 "An exception has ended the backward before this one; what it has brought is in the window's sum, or "
                 "a part of its gradients is reduced already: call zero_grad(), which discards the update window, "
                 "before the next backward or step."
             )
         self.optimizer._backward_active_depth = 0
+
+    def _has_part_of_backward(self) -> bool:
+        """Return whether an interrupted backward has left gradients: a hook of the user's comes before ours."""
+        left = self.optimizer.reduction.has_begun or self.optimizer.schedule.unfinished
+        return left or any(param.grad is not None for param in self.optimizer.layout.params)
 
     def _refuse_unscaled(self) -> None:
         """Refuse a gradient of a backward that the engine does not see, and which lacks a factor of the loss."""

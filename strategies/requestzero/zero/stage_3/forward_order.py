@@ -6,6 +6,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 
 from requestzero.errors import AbortRequest
@@ -35,18 +36,19 @@ class ForwardOrder:
     """
 
     def __init__(self) -> None:
-        self._coordinator: Any = None
+        self._coordinator: PartitionedParameterCoordinator | None = None
         self._before: list[Step] = []
         self._now: list[Step] = []
         self._runs = self._ended = self._open = False
 
-    def follow(self, coordinator: Any, module: nn.Module) -> None:
+    def follow(self, coordinator: PartitionedParameterCoordinator, module: nn.Module) -> None:
         """Record from now on what DeepSpeed's coordinator of gathers is asked for in forwards of ``module``."""
         module.register_forward_hook(_raise_abort, prepend=True)  # before DeepSpeed releases its weights
         self._coordinator = coordinator
-        coordinator.reset_step = partial(self._start, coordinator.reset_step)
-        coordinator.fetch_sub_module = partial(self._run, coordinator.fetch_sub_module, Action.GATHER)
-        coordinator.release_sub_module = partial(self._run, coordinator.release_sub_module, Action.RELEASE)
+        methods: Any = coordinator
+        methods.reset_step = partial(self._start, coordinator.reset_step)
+        methods.fetch_sub_module = partial(self._run, coordinator.fetch_sub_module, Action.GATHER)
+        methods.release_sub_module = partial(self._run, coordinator.release_sub_module, Action.RELEASE)
 
     def _start(self, reset_step: Any) -> None:
         self._note(Action.START)
@@ -88,36 +90,38 @@ class ForwardOrder:
 
     def finish(self) -> None:
         """Gather what is left of a forward that this rank has left, up to the next vote (collective)."""
-        if not (self._runs and self._coordinator is not None):
+        if not self._runs or self._coordinator is None:
             return
         self._runs = False
         done = len(self._now)
         if self._now == self._before[:done]:
-            self._go_along(self._before[done:])
-
-    def _go_along(self, steps: list[Step]) -> None:
-        for action, module in steps:
-            if action is Action.BACKWARD:
-                break
-            if action is Action.START:
-                self._coordinator.reset_step()
-            elif action is Action.GATHER:
-                self._gather(module)
-            else:
-                self._coordinator.release_sub_module(module, forward=True)
-
-    def _gather(self, module: nn.Module | None) -> None:
-        """Do what DeepSpeed does before a module's forward."""
-        self._coordinator.trace_prologue(module)
-        if self._coordinator.is_record_trace():
-            self._coordinator.record_module(module)
-        self._coordinator.fetch_sub_module(module, forward=True)
+            _go_along(self._coordinator, self._before[done:])
 
     def forget(self) -> None:
         """Forget the forward of a request that is aborted, and DeepSpeed's record of the order, which may differ."""
         self._now, self._runs, self._ended, self._open = [], False, False, False
-        if not self._coordinator.is_invalid_trace():
+        if self._coordinator is not None and not self._coordinator.is_invalid_trace():
             self._coordinator._invalidate_trace()
+
+
+def _go_along(coordinator: PartitionedParameterCoordinator, steps: list[Step]) -> None:
+    for action, module in steps:
+        if action is Action.BACKWARD:
+            break
+        if module is None:  # a start has none
+            coordinator.reset_step()
+        elif action is Action.GATHER:
+            _gather(coordinator, module)
+        else:
+            coordinator.release_sub_module(module, forward=True)
+
+
+def _gather(coordinator: PartitionedParameterCoordinator, module: nn.Module) -> None:
+    """Do what DeepSpeed does before a module's forward."""
+    coordinator.trace_prologue(module)
+    if coordinator.is_record_trace():
+        coordinator.record_module(module)
+    coordinator.fetch_sub_module(module, forward=True)
 
 
 def _raise_abort(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -5,3 +5,15 @@ class PartitionedParameterCoordinator:
         self, submodule_to_release: nn.Module, step_id: int
     ) -> set[int]:
         """Cached by all of its arguments, in a function that is measured."""
+    def reset_step(self) -> None:
+        """Called before a forward, and where a module calls itself."""
+    def trace_prologue(self, sub_module: nn.Module) -> None:
+        """Called before a module runs, with the next two."""
+    def record_module(self, sub_module: nn.Module) -> None: ...
+    def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None: ...
+    def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None: ...
+    def is_record_trace(self) -> bool:
+        """Return whether the order of modules is being recorded, for :meth:`record_module`."""
+    def is_invalid_trace(self) -> bool: ...
+    def _invalidate_trace(self) -> None:
+        """Record the order anew; an error where it is invalid already."""
