@@ -9,11 +9,15 @@ class PartitionedParameterCoordinator:
         """Called before a forward, and where a module calls itself."""
     def trace_prologue(self, sub_module: nn.Module) -> None:
         """Called before a module runs, with the next two."""
-    def record_module(self, sub_module: nn.Module) -> None: ...
-    def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None: ...
-    def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None: ...
+    def record_module(self, sub_module: nn.Module) -> None:
+        """Note that the module runs, while the order is being recorded."""
+    def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None:
+        """Gather the module's weights, and begin with those of the next ones by the recorded order; nothing else."""
+    def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
+        """Release the module's weights unless they are needed soon; nothing else."""
     def is_record_trace(self) -> bool:
         """Return whether the order of modules is being recorded, for :meth:`record_module`."""
-    def is_invalid_trace(self) -> bool: ...
+    def is_invalid_trace(self) -> bool:
+        """Return whether the order was given up, and is recorded anew from the next start."""
     def _invalidate_trace(self) -> None:
         """Record the order anew; an error where it is invalid already."""
