@@ -9,7 +9,7 @@ import pytest
 
 from support.covering import function_of, without
 
-PER_FILE = 4
+PER_FILE = 3
 """Functions of a file that are kept at most, so that the cut stays short while files grow."""
 
 
