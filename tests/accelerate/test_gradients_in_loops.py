@@ -105,12 +105,17 @@ def before_prepare() -> None:
             pass
 
 
+def prepared() -> tuple[Any, Any, Any, Any]:
+    """An Accelerator, its plugin, and what it has prepared: a model and its optimizer."""
+    accelerator = make_accelerator(Loop(plugin={}))
+    model: Any = RowWeight()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    return accelerator, accelerator.deepspeed_plugin, model, optimizer
+
+
 def inside_a_request() -> None:
     with fresh():
-        accelerator = make_accelerator(Loop(plugin={}))
-        plugin: Any = accelerator.deepspeed_plugin
-        model: Any = RowWeight()
-        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        accelerator, plugin, model, _ = prepared()
         with plugin.requests(accelerator).request():
             accelerator.backward(model(data(1, 1)))
             with plugin.gradients(accelerator):
@@ -119,10 +124,7 @@ def inside_a_request() -> None:
 
 def step_in_the_block() -> None:
     with fresh():
-        accelerator = make_accelerator(Loop(plugin={}))
-        plugin: Any = accelerator.deepspeed_plugin
-        model: Any = RowWeight()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        accelerator, plugin, model, optimizer = prepared()
         accelerator.backward(model(data(1, 1)))
         with plugin.gradients(accelerator):
             optimizer.step()
