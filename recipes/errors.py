@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import NoReturn
 
@@ -25,3 +26,16 @@ def end_run(reason: BaseException) -> NoReturn:
     if is_first_process():
         print("The run was ended:", reason, sep="\n  ", file=sys.stderr, flush=True)
     sys.exit(1)
+
+
+def end_by_sigterm(updates: int) -> NoReturn:
+    """Exit as a shell says of a process that SIGTERM has ended, after ``updates`` updates; call on all ranks.
+
+    Only the first rank has this code: Lightning kills it where a rank that it has started does not end with 0.
+    """
+    from requestzero.recipes.console import is_first_process
+
+    if not is_first_process():
+        sys.exit(0)
+    print(f"SIGTERM ended the run after update {updates}.", file=sys.stderr, flush=True)
+    sys.exit(128 + signal.SIGTERM)

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
 from requestzero import RequestZeRO
@@ -19,12 +20,12 @@ from requestzero.recipes.config_check import zero_settings
 from requestzero.recipes.console import is_first_process
 from requestzero.recipes.data import RequestData
 from requestzero.recipes.devices import choose_devices
+from requestzero.recipes.errors import end_by_sigterm
 from requestzero.recipes.lightning_module import LanguageModeling
 from requestzero.recipes.matmuls import choose_matmuls
 from requestzero.recipes.optimizer import compile_ahead
 from requestzero.recipes.progress import UpdateProgress
 from requestzero.recipes.report import RunSummary, checkpoint_directory
-from requestzero.recipes.sigterm import StopOnSigterm
 from requestzero.recipes.update_metrics import UpdateMetrics
 
 # DeepSpeed by itself insists on its own Adam for offload; PyTorch's works as well and needs no compiler.
@@ -36,6 +37,7 @@ def train(cfg: Any, output_dir: Path, console: Console) -> RunSummary | None:
 
     Raises:
         UsageError: the data has problems; all of them are named, before another rank is started.
+        SystemExit: SIGTERM has come to a rank.
     """
     seed_everything(cfg.seed, verbose=False)
     tokenizer = build_tokenizer(cfg.model)
@@ -46,7 +48,10 @@ def train(cfg: Any, output_dir: Path, console: Console) -> RunSummary | None:
     loader = build_loader(cfg, data, tokenizer)
     metrics = UpdateMetrics()
     trainer = make_trainer(cfg, output_dir, console, metrics)
-    trainer.fit(module, loader, ckpt_path=cfg.trainer.resume_from)
+    try:
+        trainer.fit(module, loader, ckpt_path=cfg.trainer.resume_from)
+    except SIGTERMException:
+        end_by_sigterm(trainer.global_step)
     return _summary(trainer, metrics, loader.statistics, data, output_dir) if trainer.is_global_zero else None
 
 
@@ -79,7 +84,7 @@ def make_trainer(cfg: Any, output_dir: Path, console: Console, metrics: UpdateMe
         log_every_n_steps=cfg.trainer.log_every_n_steps,
         default_root_dir=output_dir,
         logger=_loggers(output_dir),
-        callbacks=[metrics, UpdateProgress(console), StopOnSigterm(), *_checkpoints(cfg, output_dir)],
+        callbacks=[metrics, UpdateProgress(console), *_checkpoints(cfg, output_dir)],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
