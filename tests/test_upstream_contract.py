@@ -142,6 +142,12 @@ RELIED_ON = {
         "Trainer._prepare_for_training",
         "Trainer.evaluation_loop",
     ],
+    "transformers.trainer_jit_checkpoint": [
+        "CheckpointManager._enable_checkpoint",
+        "CheckpointManager._sigterm_handler",
+        "CheckpointManager.execute_jit_checkpoint",
+        "JITCheckpointCallback",
+    ],
     "transformers.training_args": [
         "TrainingArguments.__post_init__",
     ],

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from requestzero.accelerate.preemption import AgreedPreemption
 from requestzero.config.option_record import OWN_SECTIONS
 from support.accelerate_state import fresh
 from support.ranks import RankGroup
@@ -203,39 +204,45 @@ class Signalled(TrainerCallback):
             each.jit_manager for each in trainer.callback_handler.callbacks if hasattr(each, "jit_manager")
         )
         self.manager.kill_wait = 0
+        self.callbacks = trainer.callback_handler.callbacks
         setattr(self, at, self.send)
 
     def send(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
+            (preemption,) = (each for each in self.callbacks if isinstance(each, AgreedPreemption))
             os.kill(os.getpid(), signal.SIGTERM)
-            while not self.manager.is_checkpoint_requested:  # which another thread sets
+            while not preemption.pending:  # which another thread sets
                 time.sleep(0.01)
 
 
-def preempted(deepspeed: Any, folder: str, at: str | None = None, resumes: bool = False) -> list[Any]:
-    """Weights of a run, of one that saves when SIGTERM comes, or of the next."""
+def preempted(
+    deepspeed: Any, folder: str, at: str | None = None, signalled: tuple[int, ...] = (), resumes: bool = False
+) -> list[Any]:
+    """Weights of a run, of one that saves when SIGTERM comes to the ranks ``signalled``, or of the next."""
     with fresh():
         trainer = make_trainer(deepspeed, output_dir=folder, enable_jit_checkpoint=True)
-        if at is not None:
+        if at is not None and trainer.args.process_index in signalled:
             trainer.add_callback(Signalled(trainer, at))
         trainer.train(resume_from_checkpoint=resumes)
         return [trainer.state.global_step, weights(trainer)]
 
 
 @pytest.mark.parametrize(
-    ("deepspeed", "at"),
+    ("deepspeed", "at", "signalled"),
     [
-        (STAGE_2, "on_substep_end"),
-        (STAGE_2, "on_pre_optimizer_step"),
-        (OFFLOAD, "on_substep_end"),
-        (STAGE_3, "on_substep_end"),
+        (STAGE_2, "on_substep_end", (0, 1)),
+        (STAGE_2, "on_pre_optimizer_step", (1,)),
+        (OFFLOAD, "on_substep_end", (0,)),
+        (STAGE_3, "on_substep_end", (1,)),
     ],
 )
-def test_a_checkpoint_on_sigterm(two_ranks: RankGroup, tmp_path: Path, deepspeed: dict[str, Any], at: str) -> None:
-    """Inside a window, whose batches Trainer runs again when it resumes, and at its end."""
+def test_a_checkpoint_on_sigterm(
+    two_ranks: RankGroup, tmp_path: Path, deepspeed: dict[str, Any], at: str, signalled: tuple[int, ...]
+) -> None:
+    """Inside a window, whose batches Trainer runs again when it resumes, and at its end; on all ranks or one alone."""
     (expected, _), (plain, _) = (two_ranks.run(preempted, each, str(tmp_path)) for each in (deepspeed, None))
-    ((steps, _), _) = two_ranks.run(preempted, deepspeed, str(tmp_path), at)
-    assert steps == 2
+    found = two_ranks.run(preempted, deepspeed, str(tmp_path), at, signalled)
+    assert [steps for steps, _ in found] == [2, 2]
     saved = f"checkpoint-{1 if at == 'on_substep_end' else 2}"
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == [saved]
     (found, _) = two_ranks.run(preempted, deepspeed, str(tmp_path), resumes=True)

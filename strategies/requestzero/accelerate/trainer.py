@@ -45,6 +45,7 @@ def install_if_imported() -> None:
             _prepare_for_evaluation(trainer)
             return None, None
         _end_evaluation(trainer)
+        _agree_on_preemption(trainer)
         engine = _prepared_engine(trainer)
         if engine is None:
             return original(trainer, num_training_steps)
@@ -54,6 +55,12 @@ def install_if_imported() -> None:
     setattr(deepspeed_init, _INSTALLED, True)
     module.deepspeed_init = deepspeed_init  # type: ignore[attr-defined]
     _keep_plugin_in_trials(module.Trainer)
+
+
+def _agree_on_preemption(trainer: Any) -> None:
+    from requestzero.accelerate.preemption import agree_on_preemption  # imports transformers
+
+    agree_on_preemption(trainer)
 
 
 def _keep_plugin_in_trials(trainer_class: Any) -> None:
