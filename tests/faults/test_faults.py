@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from requestzero.faults import known
 from requestzero.faults.combination import Combination, Fault, FrontEnd, Point
 from requestzero.faults.damage import change, cut
 from requestzero.faults.drawing import KINDS, draw
@@ -133,7 +132,7 @@ def test_results_are_told(tmp_path: Path) -> None:
     at_stage_2 = replace(RAISES, setup=Setup(stage=2, precision=Precision.BF16))
     error = Result(RAISES, "RankDisagreementError: why", resumed="update 2")
     results = [Result(RAISES, "hangs", broken=["rank 0 did not end"]), Result(at_stage_2, "trains on"), error]
-    assert summary(results) == "3 combinations: 2 hold, 0 are known not to hold, 1 are broken"
+    assert summary(results) == "3 combinations: 2 hold, 1 do not"
     write_table(tmp_path / "table.md", results, seed=3)
     text = (tmp_path / "table.md").read_text()
     assert "| forward | **does not hold** 1, goes on 1, resumed 1 | - |" in text
@@ -143,18 +142,22 @@ def test_results_are_told(tmp_path: Path) -> None:
     assert "- engine, ZeRO 1: forward, raises: rank 0 did not end." in text
 
 
-def test_what_is_known_is_drawn_and_has_a_reason() -> None:
-    for each in known.KNOWN:
-        assert each.reason.endswith(".")
-        assert all((each.points, each.faults, each.front_ends, each.stages))
+NO_GRADIENT = replace(RAISES, point=Point.BACKWARD, fault=Fault.NONE)
+ABORTS = Setup(stage=1, aborts=True)
+"""In the window after two updates its second request is aborted."""
 
 
-def test_nothing_else_is_known() -> None:
-    no_gradient = replace(RAISES, point=Point.BACKWARD, fault=Fault.NONE, setup=Setup(stage=1))
-    another_update = "rank 0 has applied another update"
-    assert Result(no_gradient, broken=[another_update]).known
-    assert not Result(no_gradient, broken=[another_update, "rank 1 did not end"]).known
-    assert not Result(RAISES, broken=[another_update]).known
+@pytest.mark.parametrize(("setup", "place", "compared"), [(Setup(1), 1, 1), (ABORTS, 0, 0), (ABORTS, 2, 1)])
+def test_the_same_gradient_is_none_in_what_it_is_compared_with(setup: Setup, place: int, compared: int) -> None:
+    combination = replace(NO_GRADIENT, front_end=FrontEnd.LIGHTNING, setup=setup, request=place)
+    assert combination.omits_gradient
+    assert combination.in_reference() == replace(NO_GRADIENT, setup=setup.reference(), request=compared)
+
+
+@pytest.mark.parametrize(("setup", "place"), [(Setup(2), 1), (ABORTS, 1)])
+def test_no_update_is_without_a_gradient(setup: Setup, place: int) -> None:
+    """Where ranks disagree then, or the request is aborted."""
+    assert not replace(NO_GRADIENT, setup=setup, request=place).omits_gradient
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +170,14 @@ def test_a_rank_that_raises_ends_the_other_and_the_run_resumes(references: Refer
     assert result.broken == []
     assert TEXT in result.outcome
     assert result.resumed == "update 2"
+
+
+def test_an_update_without_a_gradient(references: References, tmp_path: Path) -> None:
+    combination = replace(NO_GRADIENT, front_end=FrontEnd.ACCELERATE)
+    result = try_out(combination, references, tmp_path, Limits())
+    assert (result.broken, result.outcome) == ([], "trains on")
+    found, whole = references.with_fault(combination)[0], references.whole(combination.setup)[0]
+    assert found.record.updates[3] != whole.record.updates[3]
 
 
 def test_a_fault_that_nobody_notices_is_told(references: References, tmp_path: Path) -> None:

@@ -6,6 +6,6 @@ nothing is half applied, and the run that is resumed from the last checkpoint eq
 
 Read in this order: ``combination``, ``setup`` and ``drawing`` (what is injected into which training), ``injection``
 and ``damage`` (on a rank), ``training`` (the front ends), ``places`` and ``journal`` (what a rank leaves behind),
-``ranks`` (processes), ``references`` (runs without a fault), ``expectation`` (what must hold), ``trial`` (one
+``ranks`` (processes), ``references`` (runs to compare with), ``expectation`` (what must hold), ``trial`` (one
 combination), ``run`` (all of them), ``table``.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from requestzero.faults.places import describe
@@ -92,6 +92,22 @@ class Combination:
     def saves_window(self) -> bool:
         """True if the first checkpoint from then on is one within a window."""
         return self.setup.saves_inside and self.request > 0
+
+    @property
+    def omits_gradient(self) -> bool:
+        """True if the update may go on without the gradient that is ``None``, as for a parameter that takes no part.
+
+        At stage 2 every backward reduces, so that ranks disagree; and an aborted request leaves nothing behind.
+        """
+        omits = self.point is Point.BACKWARD and self.fault is Fault.NONE and self.setup.stage != 2
+        return omits and self.setup.aborted_request(self.update) != self.request
+
+    def in_reference(self) -> Combination:
+        """Return the same fault in a loop over an engine, in which nothing is aborted, nor saved within a window."""
+        aborted = self.setup.aborted_request(self.update)
+        later = aborted is not None and aborted < self.request
+        setup = self.setup.reference()
+        return replace(self, front_end=FrontEnd.ENGINE, setup=setup, request=self.request - later)
 
     @property
     def damages(self) -> bool:

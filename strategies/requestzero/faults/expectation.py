@@ -14,7 +14,7 @@ def broken(combination: Combination, ends: list[End], reference: list[End]) -> I
     Args:
         combination: the fault.
         ends: of the ranks, in order.
-        reference: of a training without it.
+        reference: those with whose updates theirs have to agree.
     """
     at_fault = ends[combination.rank]
     if not at_fault.record.injected:

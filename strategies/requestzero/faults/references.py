@@ -1,4 +1,4 @@
-"""Trainings without a fault, run once each."""
+"""Trainings to compare with, run once each."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ class References:
         """Return the ends of the ranks that have trained to the end."""
         return self._run(self._job(FrontEnd.ENGINE, setup.reference(), UPDATES))
 
+    def with_fault(self, combination: Combination) -> list[End]:
+        """Return the ends of the ranks, with whose updates those of a training with this fault have to agree."""
+        setup = combination.setup
+        if not combination.omits_gradient:
+            return self.whole(setup)
+        fault = combination.in_reference()
+        return self._run(Job(fault.front_end, fault.setup, self._folder / str(fault) / "checkpoints"), fault)
+
     def copy_checkpoints(self, combination: Combination, folder: Path) -> None:
         """Copy the checkpoints that a run has saved until the place of a fault into a new folder."""
         setup, place = combination.setup, combination.place
@@ -48,7 +56,7 @@ class References:
     def _job(self, front_end: FrontEnd, setup: Setup, until: int) -> Job:
         return Job(front_end, setup, self._folder / f"{front_end.value}, {setup}, {until}" / "checkpoints", until=until)
 
-    def _run(self, job: Job) -> list[End]:
+    def _run(self, job: Job, fault: Combination | None = None) -> list[End]:
         """Run a training, unless it was run.
 
         Raises:
@@ -58,8 +66,8 @@ class References:
             lock = self._locks.setdefault(job, Lock())
         with lock:
             if job not in self._runs:
-                ends = run_ranks(job, None, job.folder.parent / "ranks", self._limits)
-                for end in ends:
+                ends = run_ranks(job, fault, job.folder.parent / "ranks", self._limits)
+                for end in ends if fault is None else ():
                     if not end.record.ended:
                         raise RuntimeError(
                             f"The training without a fault fails ({job.front_end.value}, {job.setup}): "

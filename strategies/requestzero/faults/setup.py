@@ -51,6 +51,10 @@ class Setup:
         """True for a 16-bit model."""
         return self.precision is not Precision.FP32
 
+    def aborted_request(self, window: int) -> int | None:
+        """Return the place, in the window of this number, of the request that a rank aborts: another in each."""
+        return (window + 2) % self.requests_per_update if self.aborts else None
+
     def reference(self) -> Setup:
         """Return the training of the same bits in which nothing is aborted, and nothing is saved within a window."""
         early = self.stage == 1 and (self.saves_inside or self.aborts or self.reduces_per_request)

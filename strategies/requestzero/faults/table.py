@@ -22,7 +22,7 @@ _TRAININGS: tuple[tuple[str, Callable[[Combination], str]], ...] = (
 
 def line(result: Result) -> str:
     """Return one result as a line."""
-    state = "holds" if not result.broken else "known" if result.known else "BROKEN"
+    state = "BROKEN" if result.broken else "holds"
     broken = f" -- {'; '.join(result.broken)}" if result.broken else ""
     resumed = f"; resumes from {result.resumed}" if result.resumed else ""
     return f"{state:6} {result.seconds:5.1f} s  {result.combination}: {result.outcome}{resumed}{broken}"
@@ -30,10 +30,8 @@ def line(result: Result) -> str:
 
 def summary(results: Sequence[Result]) -> str:
     """Return the numbers of all results as a line."""
-    broken = [result for result in results if result.broken]
-    known = sum(1 for result in broken if result.known)
-    holds, unknown = len(results) - len(broken), len(broken) - known
-    return f"{len(results)} combinations: {holds} hold, {known} are known not to hold, {unknown} are broken"
+    broken = sum(1 for result in results if result.broken)
+    return f"{len(results)} combinations: {len(results) - broken} hold, {broken} do not"
 
 
 def write_table(path: Path, results: Sequence[Result], seed: int) -> None:
@@ -80,9 +78,8 @@ def _errors(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _reasons(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a line for what did not hold, by kind and reason."""
+    """Yield a line for what did not hold, by kind."""
     named = [(str(result.combination).split(", rank")[0], result) for result in results if result.broken]
     for name, group in groupby(sorted(named, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
         found = [result for _, result in group]
-        known = f" Known: {found[0].known}" if found[0].known else ""
-        yield f"- {name}: {'; '.join(sorted({each for result in found for each in result.broken}))}.{known}"
+        yield f"- {name}: {'; '.join(sorted({each for result in found for each in result.broken}))}."

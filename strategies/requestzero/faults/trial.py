@@ -8,7 +8,6 @@ from pathlib import Path
 
 from requestzero.faults.combination import Combination, Point
 from requestzero.faults.expectation import broken, outcome
-from requestzero.faults.known import reason
 from requestzero.faults.places import checkpoints, describe
 from requestzero.faults.ranks import End, Limits, run_ranks
 from requestzero.faults.references import References
@@ -27,11 +26,6 @@ class Result:
     """What did not hold."""
     seconds: float = 0.0
 
-    @property
-    def known(self) -> str | None:
-        """The reason why something does not hold, where it is known not to."""
-        return reason(self.combination, self.broken)
-
 
 def try_out(combination: Combination, references: References, folder: Path, limits: Limits) -> Result:
     """Run one combination, and compare what it leaves with the uninterrupted run.
@@ -43,15 +37,15 @@ def try_out(combination: Combination, references: References, folder: Path, limi
         limits: of time.
     """
     start = time.monotonic()
-    reference = references.whole(combination.setup)
     job = Job(combination.front_end, combination.setup, folder / "checkpoints")
     if combination.point is Point.LOAD:
         references.copy_checkpoints(combination, job.folder)
         job = replace(job, checkpoint=checkpoints(job.folder, job.setup)[0])
     ends = run_ranks(job, combination, folder / "fault", limits)
+    reference = references.with_fault(combination)
     result = Result(combination, outcome(combination, ends), broken=list(broken(combination, ends, reference)))
     if not all(end.record.ended for end in ends):
-        _resume(job, ends, reference, folder, limits, result)
+        _resume(job, ends, references.whole(job.setup), folder, limits, result)
     result.seconds = time.monotonic() - start
     return result
 

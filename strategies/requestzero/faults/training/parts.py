@@ -64,11 +64,14 @@ def requests(setup: Setup, together: bool = False) -> list[torch.Tensor]:
     """
     generator = torch.Generator().manual_seed(5)
     windows = [[torch.randn(RANKS * count, WIDTH, generator=generator) for count in REQUESTS] for _ in range(UPDATES)]
-    for number, window in enumerate(windows if setup.aborts else ()):
+    for number, window in enumerate(windows):
+        aborted = setup.aborted_request(number)
+        if aborted is None:
+            continue
         bad = torch.ones(RANKS * 2, WIDTH)
         bad[RANKS:] = torch.nan if together else 1.0
         bad[RANKS + number // 2 % RANKS] = torch.nan
-        window.insert((number + 2) % (len(window) + 1), bad)
+        window.insert(aborted, bad)
     return [request for window in windows for request in window]
 
 
