@@ -155,8 +155,8 @@ def test_the_same_gradient_is_none_in_what_it_is_compared_with(setup: Setup, pla
 
 
 @pytest.mark.parametrize(("setup", "place"), [(Setup(2), 1), (ABORTS, 1)])
-def test_no_update_is_without_a_gradient(setup: Setup, place: int) -> None:
-    """Where ranks disagree then, or the request is aborted."""
+def test_ranks_disagree_or_the_request_is_aborted(setup: Setup, place: int) -> None:
+    """No update goes on without the gradient."""
     assert not replace(NO_GRADIENT, setup=setup, request=place).omits_gradient
 
 
