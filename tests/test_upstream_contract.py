@@ -140,6 +140,7 @@ RELIED_ON = {
         "Trainer._get_grad_norm",
         "Trainer._inner_training_loop",
         "Trainer._prepare_for_training",
+        "Trainer._save_checkpoint",
         "Trainer.evaluation_loop",
     ],
     "transformers.trainer_jit_checkpoint": [
