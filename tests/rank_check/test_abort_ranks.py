@@ -271,7 +271,7 @@ def test_a_block_that_one_rank_cannot_begin_ends_all(two_fresh_ranks: RankGroup)
 
 
 def aborts_in_a_forward(engine: Any, returns: bool, first: bool) -> None:
-    """Raise or return ``AbortRequest`` on one rank, before a layer has gathered anything."""
+    """Raise or return ``AbortRequest`` on one rank, before a layer has gathered anything, in a first forward or not."""
     import deepspeed.comm as dist
 
     from requestzero import AbortRequest
@@ -283,38 +283,31 @@ def aborts_in_a_forward(engine: Any, returns: bool, first: bool) -> None:
             raise AbortRequest("in the forward")
         return AbortRequest("in the forward") if aborts else forward(*args)
 
+    start = masters(engine)
     if not first:
         with engine.request("before"):
             backward(engine, Micro(ALL, 2, request_end=False))
-    start = masters(engine)
     engine.module.forward = call
     with engine.request("r"):
         loss = engine(*values(1, dist.get_rank(), dist.get_world_size()), ALL)
         if isinstance(loss, AbortRequest):
             raise loss
         engine.backward(loss)
+    engine.module.forward = forward
+    with engine.request("after"):
+        backward(engine, Micro(ALL, 3, request_end=False))
     engine.step()
-    assert_sums(difference(start, masters(engine)), [Micro(ALL, 2)])
+    assert_sums(difference(start, masters(engine)), [Micro(ALL, seed) for seed in ((3,) if first else (2, 3))])
 
 
 IN_FORWARDS = Setup(stage=3, zero=GATHERED, config=ABORT)
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("returns", [False, True])
-def test_an_abort_inside_a_forward_on_one_rank(two_ranks: RankGroup, returns: bool) -> None:
-    outcomes = two_ranks.run(outcome, aborts_in_a_forward, returns, False, setup=IN_FORWARDS)
+def test_an_abort_inside_a_forward_on_one_rank(two_ranks: RankGroup, returns: bool, first: bool) -> None:
+    outcomes = two_ranks.run(outcome, aborts_in_a_forward, returns, first, setup=IN_FORWARDS)
     assert [(each.error, each.text) for each in outcomes] == [("", "")] * 2
-
-
-@pytest.mark.parametrize("returns", [False, True])
-def test_an_abort_inside_the_first_forward_on_one_rank_says_what_to_do(
-    two_fresh_ranks: RankGroup, returns: bool
-) -> None:
-    """Nothing tells this rank what the other gathers."""
-    outcomes = two_fresh_ranks.run(outcome, aborts_in_a_forward, returns, True, setup=IN_FORWARDS)
-    assert {each.error for each in outcomes} == {"RankDisagreementError"}, outcomes
-    assert "rank 1: aborts request 'r' after micro-batch 0: in the forward" in outcomes[0].text
-    assert outcomes[0].text.endswith("restart from the last checkpoint.")
 
 
 def comparisons(setup: Setup) -> list[int]:

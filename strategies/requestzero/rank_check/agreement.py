@@ -49,6 +49,7 @@ class RankAgreement(Agreement):
         equal_micro_batches: bool = True,
         votes: bool = False,
     ) -> None:
+        super().__init__()
         self._channel, self._watch, self._name_of = channel, watch, name_of
         self._comparison = Comparison(channel, watch, self._report, self._note_abort)
         self._votes = votes
@@ -130,7 +131,16 @@ class RankAgreement(Agreement):
 
     @override
     def note_gather(self) -> None:
+        if self.votes_at_gathers():
+            self.vote_in_forward()
         self._progress.gathers += 1
+
+    @override
+    def vote_in_forward(self) -> None:
+        if self._votes:
+            request = self._progress.request
+            text = f"gathers weights in forward {request.forwards} of {request}"
+            self._agree(self._progress.votes(Kind.READY, text, "in a forward"))
 
     @override
     def begin_backward(self, last: bool) -> None:
@@ -182,13 +192,25 @@ class RankAgreement(Agreement):
         if self._abort is None:
             request = self._progress.request
             text = f"aborts {request} after micro-batch {request.done}: {reason}"
-            self._comparison.begin(self._progress.votes(Kind.ABORT, text))
+            vote = self._progress.votes(Kind.ABORT, text)
+            self._comparison.begin(vote)
+            self._go_along(vote)  # others may come to a vote only then
             self._comparison.finish()
 
+    def _go_along(self, vote: Intent) -> None:
+        self._reducing, self._waiting_for = False, lambda: vote
+        self.on_abort()
+
     def _note_abort(self) -> None:
+        """Go along with the others, and get their reasons; ranks that have begun other gathers end in an error."""
         text = f"aborts {self._progress.request}: {self._reason or 'as another rank does'}"
-        report = RankReport.of(self._progress.votes(Kind.ABORT, text))
-        self._abort = self._channel.gather(self._reason, lambda work: self._watch.wait(work, lambda: report))
+        self._go_along(self._progress.votes(Kind.ABORT, text))
+        gathers = self._progress.gathers
+        report = RankReport.of(self._progress.votes(Kind.ABORT, f"{text}, after {gathers} gathers of weights"))
+        told = self._channel.gather([self._reason, gathers], lambda work: self._watch.wait(work, lambda: report))
+        if len({number for _, number in told}) > 1:
+            self._watch.disagree(report)
+        self._abort = [reason for reason, _ in told]
 
     def _exceeds(self, request: Request) -> bool:
         announced = request.micro_batches

@@ -49,9 +49,13 @@ class Round:
         return bool((largest == -smallest).all())
 
     def aborts(self) -> bool:
-        """Return true if all ranks have voted on the same request, and some to abort it; call it likewise."""
+        """Return true if all ranks have voted on the same request, and some to abort it; call it likewise.
+
+        Where in the request does not matter, as long as they have begun the same reductions: the places in a forward
+        are compared once the ranks have gone along with each other.
+        """
         largest, smallest = np.split(self._bounds, 2)
-        same_request = bool((largest[1:] == -smallest[1:]).all())
+        same_request = bool((largest[1:3] == -smallest[1:3]).all())
         return same_request and -smallest[0] in VOTES and largest[0] == Kind.ABORT
 
 
@@ -91,9 +95,14 @@ class Channel:
         self.rounds += 1
         return Round(intent, self._buffer, self._bounds, self._group)
 
-    def gather(self, text: str | None, wait: Callable[[Any], object]) -> list[str | None]:
-        """Return the texts of all ranks, by rank (collective); ``wait`` is called with each collective under way."""
-        dumped = json.dumps(text).encode()
+    def gather(self, value: Any, wait: Callable[[Any], object]) -> list[Any]:
+        """Return the values of all ranks, by rank (collective); ``wait`` is called with each collective under way.
+
+        Args:
+            value: text, number, ``None`` or a list of such.
+            wait: waits for what it is given.
+        """
+        dumped = json.dumps(value).encode()
         longest = max(map(int, self._gather(torch.tensor([len(dumped)], device="cpu"), wait)))
         padded = torch.frombuffer(bytearray(dumped.ljust(longest)), dtype=torch.uint8)
         return [json.loads(each.numpy().tobytes()) for each in self._gather(padded, wait)]

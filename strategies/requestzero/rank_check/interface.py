@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from requestzero.data.micro_batch import RequestId
@@ -20,6 +21,13 @@ class Agreement:
 
     active = False
     """True where there are ranks to agree with."""
+
+    def __init__(self) -> None:
+        self.on_abort: Callable[[], None] = lambda: None
+        """Called on all ranks where they have voted to abort a request, before they compare their gathers: to make up
+        for those that others have begun."""
+        self.votes_at_gathers: Callable[[], bool] = lambda: False
+        """Returns true where the ranks have to vote before every gather of weights."""
 
     def check(self) -> None:
         """Raise the error of an engine that has failed already."""
@@ -41,7 +49,17 @@ class Agreement:
         """
 
     def note_gather(self) -> None:
-        """Note a gather of weights: only ranks that have begun as many can abort a request together."""
+        """Note a gather of weights, before it: only ranks that have begun as many can abort a request together.
+
+        Collective where :attr:`votes_at_gathers` says so, as :meth:`vote_in_forward`.
+        """
+
+    def vote_in_forward(self) -> None:
+        """Vote in the middle of a forward (collective where ranks vote).
+
+        Raises:
+            AbortRequest: another rank aborts the request.
+        """
 
     def begin_backward(self, last: bool) -> None:
         """Announce a backward without waiting; ``last`` where its request is known to end with it."""
@@ -57,7 +75,10 @@ class Agreement:
         """Vote at the end of the block of a request, likewise (collective where ranks vote)."""
 
     def abort(self, reason: str) -> list[str | None]:
-        """Agree to abort the request at hand (collective); return the reasons of all ranks that had one, by rank."""
+        """Agree to abort the request at hand (collective); return the reasons of all ranks that had one, by rank.
+
+        The other ranks may learn of it at any vote: :attr:`on_abort` is called once this rank's vote is cast.
+        """
         return [reason]
 
     def end_micro_batch(self, request_ended: bool) -> None:

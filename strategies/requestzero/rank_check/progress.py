@@ -82,12 +82,16 @@ class Progress:
             return f"the gradients that wait after {self}"
         return f"the gradients of micro-batch {self.request.done + 1} of {self.request}"
 
-    def votes(self, kind: Kind, text: str) -> Intent:
+    def votes(self, kind: Kind, text: str, place: str = "") -> Intent:
         """Return the intent to go on with the request, or to abort it, wherever in it a rank is between reductions.
 
-        Not where others wait in a gather, or will.
+        Args:
+            kind: of vote.
+            text: for messages.
+            place: of those that go on; they have begun the same gathers too.
         """
-        return Intent(kind, self.request.number, self.reductions, window=0, content=str(self.gathers), text=text)
+        content = f"{place} {self.gathers}"
+        return Intent(kind, self.request.number, self.reductions, window=0, content=content, text=text)
 
     def steps(self, kind: Kind) -> Intent:
         """Return the intent to step."""

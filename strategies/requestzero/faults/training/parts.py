@@ -56,11 +56,10 @@ def make_optimizer(model: torch.nn.Module, injector: Injector) -> torch.optim.Op
     return optimizer
 
 
-def requests(setup: Setup, together: bool = False) -> list[torch.Tensor]:
+def requests(setup: Setup) -> list[torch.Tensor]:
     """Return the items of every request of the run, of shape ``(items, WIDTH)``: one for each rank and micro-batch.
 
-    With aborts every window has one request more, at another place in each, whose last item is NaN on one rank, or,
-    ``together``, on all.
+    With aborts every window has one request more, at another place in each, whose last item is NaN on one rank.
     """
     generator = torch.Generator().manual_seed(5)
     windows = [[torch.randn(RANKS * count, WIDTH, generator=generator) for count in REQUESTS] for _ in range(UPDATES)]
@@ -69,21 +68,20 @@ def requests(setup: Setup, together: bool = False) -> list[torch.Tensor]:
         if aborted is None:
             continue
         bad = torch.ones(RANKS * 2, WIDTH)
-        bad[RANKS:] = torch.nan if together else 1.0
         bad[RANKS + number // 2 % RANKS] = torch.nan
         window.insert(aborted, bad)
     return [request for window in windows for request in window]
 
 
 def refuse_bad(inputs: torch.Tensor) -> None:
-    """Abort the request whose inputs are NaN; the other rank learns of it in its backward."""
+    """Abort the request whose inputs are NaN; the other rank learns of it at its next vote."""
     if inputs.isnan().any():
         raise AbortRequest("an item is NaN")
 
 
-def make_loader(injector: Injector, setup: Setup, together: bool = False) -> RequestLoader:
+def make_loader(injector: Injector, setup: Setup) -> RequestLoader:
     """Return a loader of this rank's micro-batches, which marks where windows end."""
-    collate, items = injector.at(Point.LOADER, torch.stack), requests(setup, together)
+    collate, items = injector.at(Point.LOADER, torch.stack), requests(setup)
     of_any_type: Any = items
     return RequestLoader(
         of_any_type, collate, ids=range(len(items)), requests_per_update=setup.requests_per_update, shuffle=False

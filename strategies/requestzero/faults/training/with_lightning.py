@@ -108,7 +108,6 @@ def train(job: Job, rank: Rank) -> None:
         enable_model_summary=False,
         default_root_dir=job.folder,
     )
-    together = job.setup.stage == 3  # where training_step is in the middle of a forward, which gathers weights
-    trainer.fit(Module(rank), make_loader(rank.injector, job.setup, together), ckpt_path=job.checkpoint)
+    trainer.fit(Module(rank), make_loader(rank.injector, job.setup), ckpt_path=job.checkpoint)
     if not rank.journal.has_started:  # the checkpoint was that of a whole run
         rank.journal.started(job.start, job.until)

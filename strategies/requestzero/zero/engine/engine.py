@@ -403,7 +403,10 @@ class RequestZeROEngine(AbortingEngine):
             RankDisagreementError: at stage 3, if another rank does something else.
         """
         self._before_forward()
-        outputs = super().forward(*inputs, **kwargs)
+        try:
+            outputs = super().forward(*inputs, **kwargs)
+        finally:
+            self._leave_forward()
         self._after_forward(outputs)
         return outputs
 
@@ -414,6 +417,11 @@ class RequestZeROEngine(AbortingEngine):
         if torch.is_grad_enabled():
             self.optimizer.rollback.note_forward()
             self.forward_order.begin()
+        self.forward_order.enter()
+
+    @torch.compiler.disable
+    def _leave_forward(self) -> None:
+        self.forward_order.leave()
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
@@ -466,6 +474,7 @@ class RequestZeROEngine(AbortingEngine):
         super()._backward_epilogue()
         self.optimizer.schedule.unfinished = False
         if self.optimizer._backward_active_depth == 0:
+            self.forward_order.end_backward()
             self.optimizer.clear_backward_seen_flag()  # or DeepSpeed takes the gradients of any other one for its rest
         self.agreement.end_micro_batch(not self.update_window.request_open)
         self._check_request()
@@ -541,7 +550,8 @@ class RequestZeROEngine(AbortingEngine):
             if self.zero_optimization_partition_weights():
                 watch_gathers(built, built.ranks)
                 if options.abort and built.ranks.agreement.active:
-                    self.forward_order.follow(built.parameter_offload.get_param_coordinator(), self.module)
+                    coordinator = built.parameter_offload.get_param_coordinator()
+                    self.forward_order.follow(coordinator, self.module, built.ranks.agreement)
         built.on_unseen_gradient = self._refuse_unscaled
         refuse_gradients(given, built.param_names, built)
         torch_clipping.serve(self)

@@ -1,113 +1,154 @@
-"""The order in which forwards gather weights, by which a rank that leaves a forward goes along with the others."""
+"""Forwards that a rank leaves: it gathers weights along with the others, up to where all of them know of it."""
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import partial
 from typing import Any
 
+import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 
 from requestzero.errors import AbortRequest
-
-
-class Action(Enum):
-    """Parts of a forward that concern the other ranks."""
-
-    START = "DeepSpeed begins its record of the order of modules; again where a module calls itself"
-    GATHER = "the weights of a module are gathered"
-    RELEASE = "they are released"
-    BACKWARD = "a backward begins"
-
-
-Step = tuple[Action, nn.Module | None]
+from requestzero.rank_check.interface import Agreement
+from requestzero.zero.stage_3.known_orders import Action, KnownOrders, Step
 
 
 class ForwardOrder:
     """Follows the gathers of training forwards, and finishes those of one that this rank has left with an exception.
 
-    The others are in the next gather of that forward, or will be: they learn that this rank aborts the request where
-    they vote next, which is before their backward. Until then it gathers and releases, without computing, what the
-    forward before has gathered and released after the same beginning. Nothing happens, and the others stay in their
-    gather, where there was no such forward: in an engine's first one, and where modules run in another order.
+    The others are in a gather of that forward, or will be. Where it has followed the order of a forward before, the
+    rank gathers and releases what that one has, without computing, and the others learn of the abort where they vote
+    next: before their backward. Where the order is not known, as in an engine's first forward, all ranks vote before
+    every gather; and where a forward leaves the order that it has followed, they vote once. A rank that learns of the
+    abort there goes along that order to its end as well: both have then begun the same gathers.
 
     Does nothing before :meth:`follow`.
     """
 
     def __init__(self) -> None:
         self._coordinator: PartitionedParameterCoordinator | None = None
-        self._before: list[Step] = []
-        self._now: list[Step] = []
-        self._runs = self._ended = self._open = False
+        self._module: nn.Module | None = None
+        self._agreement = Agreement()
+        self._orders = KnownOrders()
+        self._runs = self._open = self._entered = self._in_backward = False
 
-    def follow(self, coordinator: PartitionedParameterCoordinator, module: nn.Module) -> None:
-        """Record from now on what DeepSpeed's coordinator of gathers is asked for in forwards of ``module``."""
+    def follow(self, coordinator: PartitionedParameterCoordinator, module: nn.Module, agreement: Agreement) -> None:
+        """Follow from now on what DeepSpeed's coordinator of gathers is asked for in forwards of ``module``."""
         module.register_forward_hook(_raise_abort, prepend=True)  # before DeepSpeed releases its weights
-        self._coordinator = coordinator
+        self._coordinator, self._module, self._agreement = coordinator, module, agreement
+        agreement.on_abort, agreement.votes_at_gathers = self.finish, self._votes_at_gathers
         methods: Any = coordinator
         methods.reset_step = partial(self._start, coordinator.reset_step)
-        methods.fetch_sub_module = partial(self._run, coordinator.fetch_sub_module, Action.GATHER)
-        methods.release_sub_module = partial(self._run, coordinator.release_sub_module, Action.RELEASE)
+        methods.trace_prologue = partial(self._come_to, coordinator.trace_prologue)
+        methods.release_sub_module = partial(self._release, coordinator.release_sub_module)
 
     def _start(self, reset_step: Any) -> None:
-        self._note(Action.START)
+        if self._follows_now:
+            self._meet((Action.START, None))
+            if self._votes_at_gathers() and not self._trace_is_complete:  # else the ranks do not compare theirs
+                self._agreement.vote_in_forward()
         reset_step()
 
-    def _run(self, run: Any, action: Action, module: nn.Module, forward: bool = False) -> None:
-        if forward:
-            self._note(action, module)
-        run(module, forward=forward)
+    def _come_to(self, trace_prologue: Any, module: nn.Module) -> None:
+        """Note a module before DeepSpeed fetches its weights, and before it gives its own record up where it differs."""
+        if self._follows_now:
+            self._meet((Action.GATHER, module))
+        trace_prologue(module)
 
-    def _note(self, action: Action, module: nn.Module | None = None) -> None:
-        if self._runs:
-            self._now.append((action, module))
+    def _release(self, release_sub_module: Any, module: nn.Module, forward: bool = False) -> None:
+        if self._follows_now:
+            self._orders.note((Action.RELEASE, module))
+        release_sub_module(module, forward=forward)
+
+    def _meet(self, step: Step) -> None:
+        """Note a step on which ranks may wait for each other; vote where one that goes along would not come to it."""
+        if self._orders.follows and not self._orders.expects(step):
+            self._agreement.vote_in_forward()
+        self._orders.note(step)
+
+    def _votes_at_gathers(self) -> bool:
+        return self._follows_now and not self._orders.follows
+
+    @property
+    def _follows_now(self) -> bool:
+        """True in a training forward, but not in a backward within it: what is recomputed there is no part of it."""
+        return self._runs and torch._C._current_graph_task_id() == -1
+
+    @property
+    def _trace_is_complete(self) -> bool:
+        coordinator = self._coordinator
+        return coordinator is not None and not (coordinator.is_invalid_trace() or coordinator.is_record_trace())
 
     # --- a forward --------------------------------------------------------------------------------------------------
 
+    def enter(self) -> None:
+        """Note that a forward runs from now on, or an evaluation."""
+        self._entered = True
+
+    def leave(self) -> None:
+        """Note that it has returned, or raised."""
+        self._entered = False
+
+    @property
+    def is_inside(self) -> bool:
+        """True while a forward runs, whose weights are in use."""
+        return self._entered and self._coordinator is not None
+
     def begin(self) -> None:
-        """Begin to record. All ranks have agreed on this forward, and so have ended the one before."""
-        if self._ended:
-            self._before = self._now
-        self._now, self._runs, self._ended, self._open = [], True, False, True
+        """Begin to follow a training forward. All ranks have agreed on it, and so have gathered alike until now."""
+        if self._coordinator is not None:
+            self._orders.begin()
+            self._runs = self._open = True
+            self._in_backward = False
 
     def end(self) -> None:
         """Note that the forward has returned."""
-        self._runs, self._ended = False, True
+        self._runs = False
 
     def begin_backward(self) -> None:
         """Note a backward for which all ranks have voted, after the forward or, as Lightning's may be, within it."""
-        self._note(Action.BACKWARD)
-        if not self._runs:
+        if self._runs:
+            self._orders.note((Action.BACKWARD, None))
+            self._in_backward = True
+        else:
             self._open = False
+
+    def end_backward(self) -> None:
+        """Note that it is over."""
+        self._in_backward = False
 
     # --- an abort ---------------------------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
         """True where the ranks may have left a forward at different places: since it began they have not voted."""
-        return self._open and self._coordinator is not None
+        return self._open
 
     def finish(self) -> None:
-        """Gather what is left of a forward that this rank has left, up to the next vote (collective)."""
-        if not self._runs or self._coordinator is None:
-            return
+        """Gather what is left of the order that the forward has followed, up to the next vote (collective).
+
+        Nothing within a backward, which one rank alone cannot abort.
+        """
+        rest = [] if self._in_backward or not self._open else self._orders.rest()
         self._runs = False
-        done = len(self._now)
-        if self._now == self._before[:done]:
-            _go_along(self._coordinator, self._before[done:])
+        self._orders.forget_forward()
+        if self._coordinator is not None:
+            _go_along(self._coordinator, rest)
 
     def forget(self) -> None:
         """Forget the forward of a request that is aborted, and DeepSpeed's record of the order, which may differ."""
-        self._now, self._runs, self._ended, self._open = [], False, False, False
+        self._orders.forget_forward()
+        self._runs = self._open = self._in_backward = False
+        for module in [] if self._module is None else self._module.modules():
+            parameters: Any = module._parameters
+            parameters._in_forward = False  # as after a forward that returns: else a look at a weight would gather it
         if self._coordinator is not None and not self._coordinator.is_invalid_trace():
             self._coordinator._invalidate_trace()
 
 
 def _go_along(coordinator: PartitionedParameterCoordinator, steps: list[Step]) -> None:
     for action, module in steps:
-        if action is Action.BACKWARD:
-            break
         if module is None:  # a start has none
             coordinator.reset_step()
         elif action is Action.GATHER:
