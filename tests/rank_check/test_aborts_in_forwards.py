@@ -104,9 +104,7 @@ EVERY_SECOND, BEGIN = (True, False, True, False, True), (True, True, False, Fals
 @pytest.mark.parametrize(
     ("known", "other"), [(ALL, EVERY_SECOND), (EVERY_SECOND, ALL), (ALL, BEGIN), (BEGIN, ALL)], ids=str
 )
-def test_in_another_order(
-    two_ranks: RankGroup, setup: Setup, known: tuple[bool, ...], other: tuple[bool, ...]
-) -> None:
+def test_in_another_order(two_ranks: RankGroup, setup: Setup, known: tuple[bool, ...], other: tuple[bool, ...]) -> None:
     """The rank that has failed is in a gather that the others never come to, before they know of it; or it fails later.
 
     After two forwards in one order DeepSpeed prefetches. The other order becomes known with the last request but two.

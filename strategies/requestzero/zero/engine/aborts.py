@@ -36,8 +36,9 @@ class AbortingEngine(CheckpointingEngine):
 
         Raises:
             RuntimeError: there is no such request, or it cannot be undone; then nothing has changed.
-            AbortRequest: with the option ``abort``, inside a running forward of stage 3, whose weights are in use. It has
-                to leave the forward, and the request is aborted then: by its block, by Lightning, or by another call.
+            AbortRequest: with the option ``abort``, inside a running forward of stage 3, whose weights are in use. It
+                has to leave the forward, and the request is aborted then: by its block, by Lightning, or by another
+                call.
             RankDisagreementError: another rank does something else, or it alone can or cannot undo the request. With
                 the option ``abort`` a rank may be before the next backward of the request, or at the end of its block:
                 it raises ``AbortRequest`` there. At stage 3 this one may have left a forward then, which the others

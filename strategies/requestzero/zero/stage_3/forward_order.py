@@ -51,7 +51,7 @@ class ForwardOrder:
         reset_step()
 
     def _come_to(self, trace_prologue: Any, module: nn.Module) -> None:
-        """Note a module before DeepSpeed fetches its weights, and before it gives its own record up where it differs."""
+        """Note a module, before DeepSpeed fetches its weights, and gives up its own record where that differs."""
         if self._follows_now:
             self._meet((Action.GATHER, module))
         trace_prologue(module)
