@@ -19,7 +19,7 @@ import torch
 
 from requestzero.doctor.__main__ import main
 from requestzero.doctor.verify import gpu, life_cycle, slow_windows
-from requestzero.doctor.verify.configurations import PLACES, SUMS, configurations
+from requestzero.doctor.verify.configurations import ALWAYS, PLACES, SUMS, configurations
 from requestzero.doctor.verify.result import Check, Run, Updates, Verification
 from requestzero.doctor.verify.run import GPU_LIMIT, Group, Part, plan, run_group
 from requestzero.doctor.verify.setup import Setup
@@ -38,12 +38,15 @@ def test_enough_is_configured() -> None:
     assert len({str(setup) for setup in found}) == len(found) >= 28
     plain = {(s.stage, s.offload, s.model, s.accum) for s in found if s == Setup(s.stage, s.offload, s.model, s.accum)}
     assert plain == {(*place, *dtypes) for place in PLACES for dtypes in SUMS}
+    assert ALWAYS == 28
     assert {"fp16"} == {s.model for s in configurations(cuda=True, stage_3=False)} - {s.model for s in found}
 
 
 def test_stage_3_is_configured() -> None:
-    more = configurations(cuda=False, stage_3=True)[len(configurations(cuda=False, stage_3=False)) :]
-    assert {setup.stage for setup in more} == {3}
+    found = configurations(cuda=False, stage_3=True)
+    more = [setup for setup in found if setup.stage == 3]
+    assert [setup for setup in found if setup.stage != 3] == configurations(cuda=False, stage_3=False)
+    assert set(map(str, more)) <= set(map(str, found[:ALWAYS]))
     assert {(s.model, s.accum) for s in more} == set(SUMS)
     assert {(s.offload, "offload_param" in s.zero) for s in more} == {
         (False, False),
@@ -70,6 +73,23 @@ def test_the_ranks_by_gpus() -> None:
     assert [(g.part, g.shares_device) for g in plan(1) if g.ranks == 2] == [(Part.UPDATES, True)]
     assert all(group.limit is not None for gpus in (1, 8) for group in plan(gpus))
     assert [(g.ranks, g.device, g.part) for g in plan(8)] == [(8, "cuda", part) for part in Part]
+
+
+def compared_until(end: float | None, now: float) -> tuple[int, list[str]]:
+    from requestzero.doctor.verify import updates
+
+    local = SimpleNamespace(monotonic=lambda: now if torch.distributed.get_rank() == 0 else 0.0)
+    instant = Mock(return_value=Updates("", 1, 0))
+    with patch.object(updates, "time", local), patch.object(updates, "compare", instant):
+        found, left_out = updates.compare_all(lambda text: None, False, True, end)
+    return len(found), left_out
+
+
+def test_what_there_is_no_time_for_is_left_out_on_all_ranks(two_ranks: RankGroup) -> None:
+    names = [str(setup) for setup in configurations(cuda=False, stage_3=True)]
+    assert two_ranks.run(compared_until, 50.0, 49.0) == [(len(names), [])] * 2
+    assert two_ranks.run(compared_until, 50.0, 51.0) == [(ALWAYS, names[ALWAYS:])] * 2
+    assert two_ranks.run(compared_until, None, 51.0) == [(len(names), [])] * 2
 
 
 # --- it can fail ----------------------------------------------------------------------------------------------------
@@ -253,6 +273,10 @@ def test_the_result_counts_what_is_wrong() -> None:
         "0 of 15 parameter updates are wrong, in 1 configurations (12 s): passed",
     )
     without = replace(verification(good), stage_3=False).lines()[-1]
+    shortened = verification(replace(good, left_out=["stage=1", "stage=2"])).lines()[-1]
+    assert shortened.endswith(
+        "in 1 of 3 configurations (12 s): passed; for the others there was no time (--all runs them)"
+    )
     assert without.endswith(f"passed; stage 3, refused with this DeepSpeed, was left out ({UNPROVED}=1 tests it)")
     bad = Run("others", [Updates("stage=1", 15, 2), Updates("offload=True", 15, 15, "TypeError: no")])
     text = "\n".join(verification(good, bad, different=("a:b",)).lines())
@@ -269,7 +293,7 @@ def test_the_command_writes_what_it_prints(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = verification(Run("ranks", [Updates("default", 15, 1)]))
-    monkeypatch.setattr("requestzero.doctor.verify.run.verify", lambda device, report: found)
+    monkeypatch.setattr("requestzero.doctor.verify.run.verify", lambda *given: found)
     assert main(["--verify", "--out", str(tmp_path / "result.json"), "--json"]) == 5
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "result.json").read_text())
     assert main(["--verify"]) == 5
@@ -281,7 +305,7 @@ def test_on_a_gpu_the_result_is_kept(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = replace(verification(Run("ranks", failure="died")), gpus=1)
-    monkeypatch.setattr("requestzero.doctor.verify.run.verify", lambda device, report: found)
+    monkeypatch.setattr("requestzero.doctor.verify.run.verify", lambda *given: found)
     assert main(["--verify"]) == 5
     assert json.loads((tmp_path / "outputs/verify.json").read_text())["runs"][0]["failure"] == "died"
     assert "wrote outputs/verify.json" in capsys.readouterr().err
@@ -304,7 +328,7 @@ def test_a_result_that_is_not_written_is_printed(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").write_text("")
     found = replace(verification(Run("ranks", [Updates("default", 15, 0)])), gpus=1)
-    monkeypatch.setattr("requestzero.doctor.verify.run.verify", lambda device, report: found)
+    monkeypatch.setattr("requestzero.doctor.verify.run.verify", lambda *given: found)
     assert main(["--verify"]) == 0
     printed = capsys.readouterr()
     assert "0 of 15 parameter updates are wrong" in printed.out

@@ -19,7 +19,7 @@ DeepSpeed's Adam for CPU offload could be compiled. With CONFIG also whether sto
 where requests end, on which windows, and why, and whether requestzero takes the config. Nothing is started, compiled or
 changed.
 
-With --verify a self-test instead, of about a minute: random windows in many configurations on two CPU ranks or all
+With --verify a self-test instead, of at most a minute: random windows in many configurations on two CPU ranks or all
 GPUs, compared bit for bit with plain PyTorch, a skipped window, a checkpoint and a resume. On GPUs also streams, pinned
 memory, "auto" and the probe, in at most 8 minutes; the result is then also in outputs/verify.json, unless --out names
 another file. A DeepSpeed that was not proved is tested too."""
@@ -42,14 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.verify and given.config:
         parser.error("--verify takes no CONFIG: it has configurations of its own.")
-    if not given.verify and (given.out or given.device):
-        parser.error("--out and --device are for --verify.")
+    if not given.verify and (given.out or given.device or given.all):
+        parser.error("--out, --device and --all are for --verify.")
     for problem in _out_problems(given.out) if given.out else []:
         parser.error(problem)
     try:
         # DeepSpeed logs to standard output, which belongs to the report.
         with contextlib.redirect_stdout(sys.stderr):
-            found = _verify(given.device) if given.verify else diagnose(given.config)
+            found = _verify(given.device, given.all) if given.verify else diagnose(given.config)
     except (ImportError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return Status.UNFIT
@@ -106,14 +106,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--verify", action="store_true", help="run the self-test")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of the self-test (default: all GPUs, else the CPU)")
+    parser.add_argument(
+        "--all", action="store_true", help="all configurations of the self-test, also where a minute is not enough"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result of the self-test as JSON")
     return parser
 
 
-def _verify(device: str | None) -> Verification:
+def _verify(device: str | None, complete: bool) -> Verification:
     from requestzero.doctor.verify.run import verify
 
-    return verify(device, lambda text: print(text, file=sys.stderr))
+    return verify(device, lambda text: print(text, file=sys.stderr), complete)
 
 
 if __name__ == "__main__":

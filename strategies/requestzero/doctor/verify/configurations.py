@@ -55,8 +55,12 @@ _STAGE_3: list[tuple[bool, str, str, dict[str, Any]]] = [
 ]
 
 
+ALWAYS = 28
+"""The first configurations, which run however long they take."""
+
+
 def configurations(cuda: bool, stage_3: bool) -> list[Setup]:
-    """Return what the self-test runs.
+    """Return what the self-test runs, first what is farthest apart.
 
     Args:
         cuda: with fp16, which DeepSpeed refuses on the CPU.
@@ -67,13 +71,12 @@ def configurations(cuda: bool, stage_3: bool) -> list[Setup]:
         for (stage, offload), (model, accum) in product(PLACES, [*SUMS, *(_FP16 if cuda else [])])
     ]
     found = [replace(each, config=_SCALE) if each.model == "fp16" else each for each in plain]
-    found += [
-        Setup(stage=stage, offload=offload, model=model, accum=accum, **option)
-        for stage, offload, model, accum, option in _OPTIONS
-    ]
     if stage_3:
         found += [
             Setup(stage=3, offload=offload, model=model, accum=accum, **option)
             for offload, model, accum, option in _STAGE_3
         ]
-    return found
+    return found + [
+        Setup(stage=stage, offload=offload, model=model, accum=accum, **option)
+        for stage, offload, model, accum, option in _OPTIONS
+    ]

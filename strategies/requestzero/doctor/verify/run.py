@@ -19,6 +19,8 @@ from requestzero.environment.proved_sources import differences
 from requestzero.environment.versions import UNPROVED, deepspeed_folder
 from requestzero.probe.ranks import Launch, RankFailure, Report, run_ranks
 
+CPU_TIME = 50.0
+"""Seconds from the start after which no more configurations are begun on the CPU, so that all ends within a minute."""
 GPU_LIMIT = 8 * 60.0
 """Seconds that all groups on GPUs may take together: those that are not done then are ended, and said to be."""
 
@@ -62,11 +64,12 @@ def plan(gpus: int) -> list[Group]:
     ]
 
 
-def verify(device: str | None, report: Report) -> Verification:
+def verify(device: str | None, report: Report, complete: bool = False) -> Verification:
     """Run the self-test.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``; ``None``: all GPUs, or the CPU without any.
+        complete: all configurations, however long they take on the CPU.
         report: called with the name of what comes next.
 
     Raises:
@@ -84,7 +87,8 @@ def verify(device: str | None, report: Report) -> Verification:
         raise ValueError("--device cuda is not allowed: PyTorch finds no GPU here. Leave it out, or give cpu.")
     different_at_stage_3 = differences(package, stage_3=True)
     stage_3 = not different_at_stage_3 or os.environ.get(UNPROVED) == "1"
-    outcomes = [run_group(group, stage_3, started, report) for group in plan(gpus)]
+    end = started + CPU_TIME if not gpus and not complete else None
+    outcomes = [run_group(group, stage_3, started, report, end) for group in plan(gpus)]
     return Verification(
         next((machine for machine, _ in outcomes if machine is not None), None),
         differences(package),
@@ -96,7 +100,7 @@ def verify(device: str | None, report: Report) -> Verification:
     )
 
 
-def run_group(group: Group, stage_3: bool, started: float, report: Report) -> Outcome:
+def run_group(group: Group, stage_3: bool, started: float, report: Report, end: float | None = None) -> Outcome:
     """Run one group, for as long as its limit and that of all groups allow.
 
     Args:
@@ -104,6 +108,7 @@ def run_group(group: Group, stage_3: bool, started: float, report: Report) -> Ou
         stage_3: with ZeRO 3.
         started: ``time.monotonic()`` of the whole self-test.
         report: called with the name of what comes next.
+        end: see :func:`~requestzero.doctor.verify.updates.compare_all`.
     """
     limit = None
     if group.limit is not None:
@@ -119,7 +124,7 @@ def run_group(group: Group, stage_3: bool, started: float, report: Report) -> Ou
 
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         launch = Launch(
-            partial(work, group, Path(folder), stage_3),
+            partial(work, group, Path(folder), stage_3, end),
             group.ranks,
             group.device,
             group.shares_device,
@@ -133,7 +138,7 @@ def run_group(group: Group, stage_3: bool, started: float, report: Report) -> Ou
             return None, Run(group.name, failure=f"at {last}: {failure}")
 
 
-def work(group: Group, folder: Path, stage_3: bool, report: Callable[[str], None]) -> Outcome:
+def work(group: Group, folder: Path, stage_3: bool, end: float | None, report: Callable[[str], None]) -> Outcome:
     """Run the group's part on this rank; the result is the same on every rank (collective)."""
     from requestzero.doctor.verify.gpu import cannot_communicate, check_gpu
     from requestzero.doctor.verify.gpu_probe import measure_columns
@@ -151,5 +156,6 @@ def work(group: Group, folder: Path, stage_3: bool, report: Callable[[str], None
     if group.part is Part.PROBE:
         columns, rows = measure_columns(group.ranks, stage_3, report)
         return machine, Run(group.name, checks=columns, probe=rows)
-    updates = compare_all(report, group.device == "cuda", stage_3)
-    return machine, Run(group.name, updates, check_life_cycle(report, folder, stage_3))
+    checks = check_life_cycle(report, folder, stage_3)  # first: of the updates some may be left out
+    updates, left_out = compare_all(report, group.device == "cuda", stage_3, end)
+    return machine, Run(group.name, updates, checks, left_out=left_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from requestzero.doctor.verify.configurations import configurations
+from requestzero.doctor.verify.configurations import ALWAYS, configurations
 from requestzero.doctor.verify.result import Updates
 from requestzero.doctor.verify.setup import Setup
 from requestzero.doctor.verify.training import backward, build, difference, masters, module_weights
@@ -19,13 +20,33 @@ WINDOWS = 3
 """Of each configuration, of at most as many requests."""
 
 
-def compare_all(report: Callable[[str], None], cuda: bool, stage_3: bool) -> list[Updates]:
-    """Run every configuration; return the same on every rank (collective)."""
-    found = []
-    for number, setup in enumerate(configurations(cuda, stage_3)):
+def compare_all(
+    report: Callable[[str], None], cuda: bool, stage_3: bool, end: float | None = None
+) -> tuple[list[Updates], list[str]]:
+    """Run the configurations; return their updates and what was left out, the same on every rank (collective).
+
+    Args:
+        report: called with the name of what comes next.
+        cuda: the ranks use GPUs.
+        stage_3: with ZeRO 3.
+        end: on the clock of ``time.monotonic``, which the processes of a machine share: after it only the first
+            :data:`ALWAYS` configurations are begun. ``None`` runs all.
+    """
+    found: list[Updates] = []
+    setups = configurations(cuda, stage_3)
+    for number, setup in enumerate(setups):
+        if number >= ALWAYS and end is not None and _is_over(end):
+            return found, [str(each) for each in setups[number:]]
         report(str(setup))
         found.append(compare(setup, telling_windows(number)))
-    return found
+    return found, []
+
+
+def _is_over(end: float) -> bool:
+    """Return whether it is later, as the first rank sees it (collective)."""
+    over = [time.monotonic() > end]
+    dist.broadcast_object_list(over, src=0)
+    return over[0]
 
 
 def telling_windows(number: int) -> list[Window]:
