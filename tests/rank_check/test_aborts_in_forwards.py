@@ -143,6 +143,37 @@ def test_what_stays_gathered_costs_nothing(two_ranks: RankGroup) -> None:
     assert [a - b for a, b in zip(with_abort, without, strict=True)] == [3 + 1 + 5, 3 + 1]
 
 
+def gathers_by_itself(setup: Setup, requests: list[Request], in_block: bool) -> list[str]:
+    """A layer whose forward needs the weight of another, in a block that gathers it, or as an attribute."""
+    import deepspeed
+
+    engine = build(setup)
+    start, first, layer = masters(engine), next(engine.module.parameters()), engine.module.layers[4]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if not in_block:
+            assert engine.module.layers[0].weight.numel() > 0
+        with deepspeed.zero.GatheredParameters([first], enabled=in_block):
+            assert first.numel() > 0 or not in_block
+        return torch.nn.functional.linear(x, layer.weight)
+
+    with patch.object(layer, "forward", call), logged_by("requestzero") as messages:
+        run(engine, requests, failing_rank=1)
+    engine.step()
+    kept = [Micro(request.uses, number) for number, request in enumerate(requests) if not request.place]
+    assert_sums(difference(start, masters(engine)), kept)
+    engine.destroy()
+    return messages
+
+
+@pytest.mark.parametrize("in_block", [True, False])
+def test_a_model_that_gathers_by_itself(two_ranks: RankGroup, in_block: bool) -> None:
+    """The rank that goes along would not gather there, so that the ranks vote before it though the order is known."""
+    places = ("layer 4", "", "layer 1", "", "", "layer 4", "layer 1", "")
+    requests = [Request(place=place) for place in places]
+    assert_logged(two_ranks.run(gathers_by_itself, SETUPS[1], requests, in_block)[0], requests, 1)
+
+
 # --- a call of abort_request inside a forward -----------------------------------------------------------------------
 
 

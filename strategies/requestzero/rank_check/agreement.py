@@ -130,8 +130,8 @@ class RankAgreement(Agreement):
         self._waiting_for = lambda: self._progress.forwards(Kind.GATHER)
 
     @override
-    def note_gather(self) -> None:
-        if self.votes_at_gathers():
+    def note_gather(self, planned: bool = True) -> None:
+        if self.votes_at_gathers(planned):
             self.vote_in_forward()
         self._progress.gathers += 1
 

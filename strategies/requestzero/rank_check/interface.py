@@ -26,8 +26,8 @@ class Agreement:
         self.on_abort: Callable[[], None] = lambda: None
         """Called on all ranks where they have voted to abort a request, before they compare their gathers: to make up
         for those that others have begun."""
-        self.votes_at_gathers: Callable[[], bool] = lambda: False
-        """Returns true where the ranks have to vote before every gather of weights."""
+        self.votes_at_gathers: Callable[[bool], bool] = lambda planned: False
+        """Returns true where the ranks have to vote before a gather of weights, see :meth:`note_gather`."""
 
     def check(self) -> None:
         """Raise the error of an engine that has failed already."""
@@ -48,10 +48,13 @@ class Agreement:
             evaluates: no backward can follow it.
         """
 
-    def note_gather(self) -> None:
+    def note_gather(self, planned: bool = True) -> None:
         """Note a gather of weights, before it: only ranks that have begun as many can abort a request together.
 
         Collective where :attr:`votes_at_gathers` says so, as :meth:`vote_in_forward`.
+
+        Args:
+            planned: DeepSpeed gathers for a module that is about to run, or ahead of it; else a program does.
         """
 
     def vote_in_forward(self) -> None:

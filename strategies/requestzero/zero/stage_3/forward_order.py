@@ -46,7 +46,7 @@ class ForwardOrder:
     def _start(self, reset_step: Any) -> None:
         if self._follows_now:
             self._meet((Action.START, None))
-            if self._votes_at_gathers() and not self._trace_is_complete:  # else the ranks do not compare theirs
+            if self._votes_at_gathers(planned=True) and not self._trace_is_complete:  # it compares the ranks' records
                 self._agreement.vote_in_forward()
         reset_step()
 
@@ -67,8 +67,8 @@ class ForwardOrder:
             self._agreement.vote_in_forward()
         self._orders.note(step)
 
-    def _votes_at_gathers(self) -> bool:
-        return self._follows_now and not self._orders.follows
+    def _votes_at_gathers(self, planned: bool) -> bool:
+        return self._follows_now and not (planned and self._orders.follows)
 
     @property
     def _follows_now(self) -> bool:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from requestzero.errors import AbortRequest
 from requestzero.rank_check.agreement import RankAgreement
 from requestzero.rank_check.communication import WatchedWork
 from requestzero.zero.common.ranks import Ranks
@@ -22,6 +23,9 @@ from requestzero.zero.common.streams import has_streams
 from requestzero.zero.patch import patched
 
 _GATHER = "_dist_allgather_fn"
+_METHODS = ("all_gather_coalesced", "all_gather")
+"""DeepSpeed's methods of a parameter: the first for a module that is about to run; the second where a program gathers
+it, or uses it outside of its module."""
 
 
 def watch_gathers(optimizer: DeepSpeedZeroOptimizer_Stage3, ranks: Ranks) -> None:
@@ -32,8 +36,9 @@ def watch_gathers(optimizer: DeepSpeedZeroOptimizer_Stage3, ranks: Ranks) -> Non
     begin = None if has_streams() else partial(_begin, getattr(partition_parameters, _GATHER), agreement)
     for param in optimizer.module.parameters():
         gathered: Any = param
-        original, _ = _watched(gathered)
-        gathered.all_gather_coalesced = partial(_gather, original, agreement, begin)
+        of_modules, by_itself = (_watched(param, name)[0] for name in _METHODS)
+        gathered.all_gather_coalesced = partial(_gather, of_modules, agreement, begin)
+        gathered.all_gather = partial(_gather_by_itself, by_itself, agreement, param)
     if has_streams():
         return
     coordinator = optimizer.parameter_offload.get_param_coordinator()
@@ -43,18 +48,17 @@ def watch_gathers(optimizer: DeepSpeedZeroOptimizer_Stage3, ranks: Ranks) -> Non
 def unwatch_gathers(optimizer: DeepSpeedZeroOptimizer_Stage3, ranks: Ranks) -> None:
     """Give parameters back the gathers that :func:`watch_gathers` has replaced for this engine."""
     for param in optimizer.module.parameters():
-        gathered: Any = param
-        original, agreement = _watched(gathered)
-        if agreement is not None and agreement is ranks.agreement:
-            gathered.all_gather_coalesced = original
+        for name in _METHODS:
+            original, agreement = _watched(param, name)
+            if agreement is not None and agreement is ranks.agreement:
+                setattr(param, name, original)
 
 
-def _watched(param: Any) -> tuple[Any, Any]:
+def _watched(param: Any, name: str) -> tuple[Any, Any]:
     """Return DeepSpeed's gather of a parameter, and the agreement that watches it, or ``None``."""
-    gather = getattr(param, "all_gather_coalesced", None)
-    if isinstance(gather, partial) and gather.func is _gather:
-        original, agreement, _ = gather.args
-        return original, agreement
+    gather = getattr(param, name, None)
+    if isinstance(gather, partial) and gather.func in (_gather, _gather_by_itself):
+        return gather.args[:2]
     return gather, None
 
 
@@ -85,3 +89,20 @@ def _gather(
         return gather(*args, **kwargs)
     with patched(partition_parameters, _GATHER, begin):
         return gather(*args, **kwargs)
+
+
+def _gather_by_itself(
+    gather: Callable[..., Any], agreement: RankAgreement, param: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Gather as DeepSpeed does, what a rank that goes along with a forward would not.
+
+    Where a module uses a weight of another, DeepSpeed has noted just before that it gathers it for that one from now
+    on. A rank that has left the forward has not, so that this one forgets it too.
+    """
+    try:
+        agreement.note_gather(planned=False)
+    except AbortRequest:
+        module: Any = parameter_offload.FWD_MODULE_STACK[-1]
+        module._external_params.pop(id(param), None)
+        raise
+    return gather(*args, **kwargs)
