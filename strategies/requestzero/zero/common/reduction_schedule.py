@@ -26,6 +26,8 @@ class ReductionSchedule:
         """True where gradients wait that a backward has brought."""
         self.unfinished = False
         """True where some of them are of a backward that has not ended."""
+        self.only_waits = False
+        """True where nothing is due for the gradients of that backward but to be added to what waits."""
 
     @property
     def at(self) -> ReduceAt:
@@ -61,6 +63,14 @@ class ReductionSchedule:
         """Return whether a gradient is reduced as it comes, in a backward that :meth:`reduces`, which is then asked."""
         return not self.fills_absent and (self.in_every_backward or (self.overlaps and reduces()))
 
+    def end_backward(self) -> None:
+        """Note that the backward at hand has ended, or that what it has brought is dropped."""
+        self.unfinished = self.only_waits = False
+
+    def end_reduction(self) -> None:
+        """Note that no gradient waits any more."""
+        self.pending = self.only_waits = False
+
     @property
     def asks_for_memory(self) -> bool:
         """True where :meth:`gives_up` is collective."""
@@ -76,7 +86,8 @@ class ReductionSchedule:
 
     def discard(self) -> None:
         """Begin a new window."""
-        self._gave_up = self.pending = self.unfinished = False
+        self._gave_up = self.pending = False
+        self.end_backward()
 
 
 def reducing_always() -> ReductionSchedule:

@@ -159,24 +159,23 @@ class RequestZeROEngine(AbortingEngine):
             self._refuse_after_interruption()
         if weight is not None:
             self.add_weight(weight)  # before the backward, at whose end its request may be dropped
-        with self._noticing(loss):
+        if self.gradient_accumulation_steps() == 1 and not args:
+            kwargs.setdefault("scale_wrt_gas", False)  # a division by 1, and its backward
+        if not self._is_to_be_noticed(loss):
             return super().backward(loss, *args, **kwargs)
+        hook = loss.register_hook(lambda _: self._backward_prologue())
+        try:
+            return super().backward(loss, *args, **kwargs)
+        finally:
+            hook.remove()
 
-    @contextmanager
-    def _noticing(self, loss: torch.Tensor) -> Iterator[None]:
-        """Let a backward be noticed at its loss where DeepSpeed may not find the outputs at which it looks for one.
+    def _is_to_be_noticed(self, loss: torch.Tensor) -> bool:
+        """Return whether a backward is noticed at its loss: DeepSpeed may not find the outputs at which it looks.
 
         With ``abort`` also where it has none yet, as in a backward within the forward: the ranks vote before each.
         """
         searches = self._has_unsearched_outputs or self.options.abort
-        if not (searches and torch.is_tensor(loss) and loss.requires_grad):
-            yield
-            return
-        hook = loss.register_hook(lambda _: self._backward_prologue())
-        try:
-            yield
-        finally:
-            hook.remove()
+        return searches and torch.is_tensor(loss) and loss.requires_grad
 
     def _refuse_after_interruption(self) -> None:
         """Refuse a backward, or a window's end, that would include a part of another backward, which nothing counts.
@@ -472,7 +471,7 @@ class RequestZeROEngine(AbortingEngine):
         self.agreement.finish_vote()
         self.update_window.count_micro_batch()
         super()._backward_epilogue()
-        self.optimizer.schedule.unfinished = False
+        self.optimizer.schedule.end_backward()
         if self.optimizer._backward_active_depth == 0:
             self.forward_order.end_backward()
             self.optimizer.clear_backward_seen_flag()  # or DeepSpeed takes the gradients of any other one for its rest
@@ -502,7 +501,10 @@ class RequestZeROEngine(AbortingEngine):
     @override
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return false inside ``no_sync()``: its gradients stay local until a later backward reduces them."""
-        return not self.inside_no_sync_ctxt and bool(super().is_gradient_accumulation_boundary())
+        if self.inside_no_sync_ctxt:
+            return False
+        told = self._is_gradient_accumulation_boundary
+        return bool(super().is_gradient_accumulation_boundary() if told is None else told)
 
     # --- construction -----------------------------------------------------------------------------------------------
 

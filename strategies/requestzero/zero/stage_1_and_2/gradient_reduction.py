@@ -82,10 +82,16 @@ class GradientReduction:
 
     # --- events of a backward ---------------------------------------------------------------------------------------
 
-    def gradient_arrived(self, param: Parameter) -> None:
-        """Reduce a gradient that autograd has just brought, or leave it waiting. Collective where a bucket is full."""
-        if self._schedule.on_arrival(self._reduces):
+    def gradient_arrived(self, param: Parameter) -> bool:
+        """Reduce a gradient that autograd has just brought, or leave it waiting. Collective where a bucket is full.
+
+        Returns:
+            Whether gradients of this backward are reduced as they come.
+        """
+        arrives = self._schedule.on_arrival(self._reduces)
+        if arrives:
             self._send(param)
+        return arrives
 
     @property
     def _route(self) -> Route:

@@ -22,7 +22,7 @@ from requestzero.zero.common.scale import StepScale, unscale_and_clip
 from requestzero.zero.common.window import DroppedRequest, UpdateWindow
 from requestzero.zero.common.window_options import WindowOptions
 from requestzero.zero.overflow import policy
-from requestzero.zero.stage_1_and_2 import model_weights
+from requestzero.zero.stage_1_and_2 import gradient_hooks, model_weights
 from requestzero.zero.stage_1_and_2.full_gradients import before_reading, before_writing
 from requestzero.zero.stage_1_and_2.optimizer_parts import OptimizerParts, build_parts, is_muon_group
 from requestzero.zero.window_checkpoint import loading
@@ -95,6 +95,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         self.schedule, self.reduction = parts.schedule, parts.reduction
         self.divisor, self.norm, self.written = parts.divisor, parts.norm, parts.written
         self.origin, self.rollback, self.gathers = parts.origin, parts.rollback, parts.gathers
+        gradient_hooks.shorten(self)
         records = (parts.schedule, parts.origin, parts.rollback)
         self.window_records = [record for record in records if record is not None]
         self._link_fragments()
@@ -111,8 +112,8 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         self._add_to_window(param, unseen)
         if unseen:
             self.on_unseen_gradient()
-        elif not self._coalesce_grad_reduction:
-            self.reduction.gradient_arrived(param)
+        elif self._coalesce_grad_reduction or not self.reduction.gradient_arrived(param):
+            self.schedule.only_waits = not self.schedule.in_every_backward and _autograd_tells_end()
 
     def _add_to_window(self, param: Any, unseen: bool) -> None:
         """Prepare the window for a gradient; add it to those of the rank where they wait for a later reduction."""
@@ -170,7 +171,8 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
 
     def _reduce(self, reduce: Callable[[], None]) -> None:
         reduce()
-        self.schedule.pending = self._unseen = False
+        self.schedule.end_reduction()
+        self._unseen = False
         self.sums.end_backward()
 
     def _keep_gradients(self) -> None:
@@ -250,7 +252,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         The count walks over all parameters of the model, a fifth of the backward of a model with many small ones.
         Outside a graph task of autograd DeepSpeed is left to count, which raises there.
         """
-        return torch._C._current_graph_task_id() == -1 and super().should_refresh_expected_hook_count()
+        return not _autograd_tells_end() and super().should_refresh_expected_hook_count()
 
     @override
     def configure_autoep_folding_tp_gradient_reduction(self, folding_spec: Any) -> None:
@@ -426,7 +428,8 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         """Undo the request at hand, which has no :attr:`abort_obstacle` (this rank only)."""
         if not (self.schedule.mixes_requests or self.rollback.is_next(self.window)):
             self.reduction.abandon()
-            self.schedule.pending = self.schedule.unfinished = False
+            self.schedule.end_reduction()
+            self.schedule.end_backward()
         life_cycle.undo_request(self)
         self._backward_active_depth = 0
         self._unseen = False
@@ -504,3 +507,8 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         offsets = self.round_robin_bit16_offsets[group_index]
         if not model_weights.are_views_of(self.bit16_groups_flat[group_index], params, metas, offsets):
             super()._update_model_bit16_weights(group_index)
+
+
+def _autograd_tells_end() -> bool:
+    """Return whether autograd will call DeepSpeed at the end of the backward at hand, so that no hook looks for it."""
+    return torch._C._current_graph_task_id() != -1
