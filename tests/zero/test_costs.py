@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import Mock, patch
 
+import deepspeed
 import pytest
 import torch
 
+import requestzero
 from requestzero.probe.counters import Operators
 from requestzero.probe.engines import announce
 from requestzero.probe.models import Chain
@@ -22,6 +28,9 @@ from support.setup import Setup
 # Operators that look at values: checks, and what they are made of.
 INSPECTIONS = ("isfinite", "isinf", "isnan", "eq", "ne", "any", "all", "amax", "amin", "max", "min", "logical_or")
 NORMS = ("linalg_vector_norm", "_foreach_norm", "norm")
+
+CALLS_PER_BACKWARD = 172
+"""Python calls of a backward in this package and DeepSpeed, beside those of its gradients."""
 
 
 class Many(Chain):
@@ -147,6 +156,54 @@ def test_the_step_does_not_grow_with_the_number_of_tensors(two_ranks: RankGroup)
     assert_cheaper(setups, ours, stock, 128)
     assert all(each["step"]["operators"] < 64 for each in ours)
     assert all(each["step"]["operators"] > 4 * 128 for each in stock)
+
+
+def python_calls(run: Callable[[], Any]) -> int:
+    """Number of functions of this package and of DeepSpeed that ``run`` calls in this thread."""
+    folders = tuple(str(Path(package.__file__ or "").parent) for package in (requestzero, deepspeed))
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(folders)
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def calls_of_backward(setup: Setup, tensors: int) -> int:
+    """Number of calls of the third backward of a request, whose gradients are only added to what waits."""
+    engine: Any = build(setup, model=Many(tensors))
+    engine.set_gradient_accumulation_boundary(False)
+    x = torch.ones(1, 8, dtype=next(engine.module.parameters()).dtype, device=engine.device)
+    for _ in range(2):
+        engine.backward(engine(x))
+    loss = engine(x)
+    calls = python_calls(lambda: engine.backward(loss))
+    engine.destroy()
+    return calls
+
+
+ONLY_ADDING = [
+    Setup(stage=1),
+    Setup(stage=1, model="bf16", accum="fp32"),
+    Setup(stage=1, zero={"overlap_comm": True}),
+    Setup(stage=2, at="window"),
+]
+
+
+@pytest.mark.parametrize("setup", ONLY_ADDING, ids=str)
+def test_a_gradient_that_is_only_added_costs_a_few_calls(two_ranks: RankGroup, setup: Setup) -> None:
+    """A hook, a look whether a backward is on, and the addition; in 16 bits DeepSpeed's look for what is left."""
+    by_tensor = 3 if setup.model == "fp32" else 4
+    few, many = (two_ranks.run(calls_of_backward, setup, tensors) for tensors in (16, 32))
+    for fewer, more in zip(few, many, strict=True):
+        assert more - fewer <= by_tensor * 16
+        assert fewer - by_tensor * 16 <= CALLS_PER_BACKWARD
 
 
 def inspected(setup: Setup, requestzero: bool) -> tuple[set[str], int]:
