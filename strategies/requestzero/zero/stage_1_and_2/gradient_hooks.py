@@ -7,7 +7,7 @@ gradient of a backward, and cost as much as the addition to a sum. A hook keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from requestzero.zero.common.reduction_schedule import ReductionSchedule
@@ -20,7 +20,7 @@ Hook = Callable[[Any], None]
 class HookedOptimizer(Protocol):
     """An optimizer whose constructor has registered DeepSpeed's hooks."""
 
-    _grad_acc_hooks: Iterable[Any]
+    _grad_acc_hooks: list[Any]
     """The handles of PyTorch's."""
     _backward_active_depth: int
     """Backwards that the engine sees and that have not ended."""
