@@ -57,8 +57,7 @@ class Source:
     def find(self, qualname: str) -> dict[str, Definition]:
         """Return what ``qualname`` is here: at ``""``, and a property's accessors at their names."""
         *classes, name = qualname.split(".")
-        if classes:  # a name that is private to its class stands there without it
-            name = name.removeprefix(f"_{classes[-1].lstrip('_')}") if f"{classes[-1]}__" in name else name
+        name = written_name(classes, name)
         body = self.tree.body
         for each in classes:
             inner = [node for node in statements(body) if isinstance(node, ast.ClassDef) and node.name == each]
@@ -78,6 +77,13 @@ class Source:
         if self._lines[expression.lineno - 1][: expression.col_offset].strip():
             return range(0)
         return range(expression.lineno - first, (expression.end_lineno or expression.lineno) - first + 1)
+
+
+def written_name(classes: list[str], name: str) -> str:
+    """Return a name as it stands in the innermost of its classes: one that is private to it stands there without it."""
+    if not classes or f"{classes[-1]}__" not in name:
+        return name
+    return name.removeprefix(f"_{classes[-1].lstrip('_')}")
 
 
 def statements(body: Iterable[ast.AST]) -> Iterator[Named]:

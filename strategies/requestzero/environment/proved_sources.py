@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 
 from requestzero.environment.definitions import Source
+from requestzero.environment.excerpts import Excerpts
 
 RECORD = Path(__file__).with_name("proved_deepspeed.json")
 STAGE_3 = (
@@ -53,7 +54,8 @@ def proved_sources() -> ProvedSources:
 def differences(package: Path, stage_3: bool = False) -> tuple[str, ...]:
     """Return the definitions of the DeepSpeed in the folder ``package`` that are none of their proved variants.
 
-    Whole files are compared first, which takes a few milliseconds; only what is in other files is parsed.
+    Whole files are compared first, which takes a few milliseconds, then, of other files, definitions that are cut out
+    by indentation. Only files in which one of these is not a proved variant are parsed.
 
     Args:
         package: folder of the package.
@@ -64,8 +66,27 @@ def differences(package: Path, stage_3: bool = False) -> tuple[str, ...]:
     changed = {name for name, hashes in modules.items() if file_hash(path_of(package, name)) not in hashes}
     suspect = [name for name in proved.definitions if name.partition(":")[0] in changed]
     with _without_collections():
+        suspect = [*_not_proved_as_cut_out(package, suspect)]
         found = fingerprints(package, suspect)
     return tuple(name for name in suspect if found[name] not in proved.definitions[name])
+
+
+def _not_proved_as_cut_out(package: Path, names: list[str]) -> Iterator[str]:
+    definitions = proved_sources().definitions
+    for module, inside in groupby(sorted(names), key=lambda name: name.partition(":")[0]):
+        excerpts = Excerpts(_text(path_of(package, module)))
+        yield from (name for name in inside if _cut_out(excerpts, name.partition(":")[2]) not in definitions[name])
+
+
+def _cut_out(excerpts: Excerpts, qualname: str) -> str | None:
+    """Return the fingerprint of a definition, ``None`` where only the whole module can tell."""
+    if excerpts.is_nowhere(qualname):
+        return ABSENT
+    try:
+        found = _fingerprint(Source(excerpts.of(qualname)), qualname)
+    except SyntaxError:  # it was cut in the middle of a string
+        return None
+    return None if found == ABSENT else found
 
 
 @contextmanager
@@ -87,10 +108,17 @@ def fingerprints(package: Path, names: list[str]) -> Mapping[str, str]:
 
 def _fingerprints(package: Path, names: list[str]) -> Iterator[tuple[str, str]]:
     for module, inside in groupby(sorted(names), key=lambda name: name.partition(":")[0]):
-        path = path_of(package, module)
-        source = Source(path.read_text(encoding="utf-8") if path.exists() else "")
+        source = Source(_text(path_of(package, module)))
         for name in inside:
-            yield name, "+".join(each.fingerprint for each in source.find(name.partition(":")[2]).values()) or ABSENT
+            yield name, _fingerprint(source, name.partition(":")[2])
+
+
+def _fingerprint(source: Source, qualname: str) -> str:
+    return "+".join(each.fingerprint for each in source.find(qualname).values()) or ABSENT
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def path_of(package: Path, module: str) -> Path:
