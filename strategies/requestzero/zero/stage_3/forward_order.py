@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 
@@ -32,6 +33,7 @@ class ForwardOrder:
         self._agreement = Agreement()
         self._orders = KnownOrders()
         self._runs = self._open = self._entered = self._in_backward = False
+        self._modules_before = 0  # that DeepSpeed keeps as running, from when a forward begins
 
     def follow(self, coordinator: PartitionedParameterCoordinator, module: nn.Module, agreement: Agreement) -> None:
         """Follow from now on what DeepSpeed's coordinator of gathers is asked for in forwards of ``module``."""
@@ -99,6 +101,7 @@ class ForwardOrder:
         """Begin to follow a training forward. All ranks have agreed on it, and so have gathered alike until now."""
         if self._coordinator is not None:
             self._orders.begin()
+            self._modules_before = len(parameter_offload.FWD_MODULE_STACK)
             self._runs = self._open = True
             self._in_backward = False
 
@@ -138,6 +141,8 @@ class ForwardOrder:
 
     def forget(self) -> None:
         """Forget the forward of a request that is aborted, and DeepSpeed's record of the order, which may differ."""
+        if self._open and self._coordinator is not None:
+            del parameter_offload.FWD_MODULE_STACK[self._modules_before :]
         self._orders.forget_forward()
         self._runs = self._open = self._in_backward = False
         for module in [] if self._module is None else self._module.modules():
