@@ -32,6 +32,9 @@ class Contender(ABC):
     model: Any
     optimizer: Any
 
+    def begin_window(self, micro_batches: list[MicroBatch]) -> None:  # noqa: B027
+        """Say what comes until the next step."""
+
     def forward_context(self, micro_batch: MicroBatch) -> Any:
         """Return the context manager for forward and backward of a micro-batch."""
         return nullcontext()
@@ -97,9 +100,16 @@ class ZeRO(Contender):
         config["requestzero"] = {} if at is None else {"reduce_gradients_at": at}
         self.model = requestzero.initialize(model=model, optimizer=adamw(model, lr), config=config)[0]
 
+    def begin_window(self, micro_batches: list[MicroBatch]) -> None:
+        self._last_request = micro_batches[-1].request_id
+
     def forward_context(self, micro_batch: MicroBatch) -> Any:
         if not self.model.update_window.request_open:
-            self.model.begin_request(micro_batch.request_id, micro_batches=micro_batch.micro_batches)
+            self.model.begin_request(
+                micro_batch.request_id,
+                micro_batches=micro_batch.micro_batches,
+                window_end=micro_batch.request_id == self._last_request,
+            )
         self.model.set_gradient_accumulation_boundary(micro_batch.request_end, window_end=bool(micro_batch.window_end))
         return nullcontext()
 

@@ -184,6 +184,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def train_window(contender: Contender, window: Window, request_ended: Callable[[], None] = lambda: None) -> None:
+    contender.begin_window(window.micro_batches)
     for micro_batch in window.micro_batches:
         inputs = {name: value.to(device()) for name, value in micro_batch.inputs.items()}
         with contender.forward_context(micro_batch):
