@@ -19,7 +19,7 @@ DeepSpeed's Adam for CPU offload could be compiled. With CONFIG also whether sto
 where requests end, on which windows, and why, and whether requestzero takes the config. Nothing is started, compiled or
 changed.
 
-With --verify a self-test instead, of at most a minute: random windows in many configurations on two CPU ranks or all
+With --verify a self-test instead, of up to a minute: random windows in many configurations on two CPU ranks or all
 GPUs, compared bit for bit with plain PyTorch, a skipped window, a checkpoint and a resume. On GPUs also streams, pinned
 memory, "auto" and the probe, in at most 8 minutes; the result is then also in outputs/verify.json, unless --out names
 another file. A DeepSpeed that was not proved is tested too."""
