@@ -97,6 +97,24 @@ def test_zero_grad_discards_them(two_ranks: RankGroup, stage: int, offload: bool
     two_ranks.run(discarded, Setup(stage=stage, offload=offload))
 
 
+def after_an_interruption(setup: Setup) -> None:
+    engine = build(setup)
+    backward(engine, Micro(ALL, 1))
+    interrupt_backward(engine)
+    engine.zero_grad()
+    for seed in (3, 4):
+        unseen_backward(engine, Micro(SOME, seed))
+        engine.set_gradient_accumulation_boundary(True)
+        assert_sums(applied_by(engine), [Micro(SOME, seed)])
+    engine.destroy()
+
+
+@every_place
+def test_after_an_interrupted_backward_that_is_discarded(two_ranks: RankGroup, stage: int, offload: bool) -> None:
+    """DeepSpeed took its gradients for the rest of the interrupted backward, which never ended."""
+    two_ranks.run(after_an_interruption, Setup(stage=stage, offload=offload))
+
+
 class BackwardInForward(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

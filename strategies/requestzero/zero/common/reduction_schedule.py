@@ -27,7 +27,8 @@ class ReductionSchedule:
         self.unfinished = False
         """True where some of them are of a backward that has not ended."""
         self.only_waits = False
-        """True where nothing is due for the gradients of that backward but to be added to what waits."""
+        """True where the other gradients of the running backward have only to be added to what waits. Its first one has
+        set :attr:`pending` and :attr:`unfinished`; what ends these ends this too."""
 
     @property
     def at(self) -> ReduceAt:

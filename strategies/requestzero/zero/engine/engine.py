@@ -148,7 +148,7 @@ class RequestZeROEngine(AbortingEngine):
             **kwargs: likewise.
 
         Returns:
-            The loss divided by ``gradient_accumulation_steps``, as DeepSpeed does.
+            The loss divided by ``gradient_accumulation_steps``, as DeepSpeed does; ``loss`` itself where that is 1.
 
         Raises:
             ValueError: see :meth:`add_weight`.
@@ -188,7 +188,9 @@ class RequestZeROEngine(AbortingEngine):
                 "a part of its gradients is reduced already: call zero_grad(), which discards the update window, "
                 "before the next backward or step."
             )
-        self.optimizer._backward_active_depth = 0
+        if self.optimizer._backward_active_depth > 0:
+            self.optimizer._backward_active_depth = 0
+            self.optimizer.clear_backward_seen_flag()
 
     def _has_part_of_backward(self) -> bool:
         """Return whether an interrupted backward has left gradients: a hook of the user's comes before ours."""

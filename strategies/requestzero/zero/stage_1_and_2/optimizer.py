@@ -381,6 +381,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         for index in range(len(self.bit16_groups)):
             self.averaged_gradients[index] = self.all_grad_tensors[index] = None
         self._backward_active_depth = 0
+        self.clear_backward_seen_flag()  # or DeepSpeed takes the next gradients for the rest of an interrupted backward
         self._unseen = False
 
     @override

@@ -283,6 +283,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.averaged_gradients = {}
         self.sub_groups_lacking_loss_scale.clear()
         self._backward_active_depth = 0
+        self.clear_backward_seen_flag()  # or DeepSpeed takes the next gradients for the rest of an interrupted backward
 
     @override
     def checkpoint_event_prologue(self) -> None:
