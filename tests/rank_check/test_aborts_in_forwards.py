@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -218,6 +219,31 @@ def test_a_call_inside_a_forward_leaves_it(two_ranks: RankGroup, calling_rank: i
     assert [(each.error, each.text) for each in outcomes] == [("", "")] * 2
 
 
+def evaluates_and_fails(engine: Any) -> None:
+    """One rank fails in the last layer of an evaluation, when all gathers of both have begun."""
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            engine(*inputs_of(engine, 1), ALL)
+
+    start = masters(engine)
+    for number in range(6):
+        fails = number == 3
+        with suppress(KeyError), engine.request(number):
+            with failing_in(engine, "layer 4" if fails and rank() == 1 else ""):
+                evaluate()
+            backward(engine, Micro(ALL, number, request_end=False))
+    assert engine.aborted_requests == 1
+    engine.step()
+    assert_sums(difference(start, masters(engine)), [Micro(ALL, number) for number in (0, 1, 2, 4, 5)])
+
+
+def test_after_the_gathers_of_an_evaluation(two_ranks: RankGroup) -> None:
+    """What the failing rank has left gathered is released, and both forget DeepSpeed's record of the order."""
+    outcomes = two_ranks.run(outcome, evaluates_and_fails, setup=IN_FORWARDS)
+    assert [(each.error, each.text) for each in outcomes] == [("", "")] * 2
+
+
 # --- what stays impossible ------------------------------------------------------------------------------------------
 
 
@@ -251,6 +277,26 @@ def fails_in_an_evaluation(engine: Any) -> None:
     """A forward without gradients belongs to no request, wherever it runs."""
     with engine.request("r"), torch.no_grad(), failing_in(engine, "layer 1" if rank() == 1 else ""):
         engine(*inputs_of(engine, 1), ALL)
+
+
+def fails_in_a_gather(engine: Any) -> None:
+    """One rank fails before a gather that the other waits in; nobody could gather in the same order from then on."""
+    run(engine, [Request()] * 3, 0)
+    weight = engine.module.layers[2].weight
+    watched = weight.all_gather_coalesced
+    raises = Mock(side_effect=MemoryError("no memory"))
+    if rank() == 1:
+        weight.all_gather_coalesced = partial(watched.func, raises, *watched.args[1:])
+    with engine.request("r"):
+        backward(engine, Micro(ALL, 1))
+
+
+def test_all_ranks_end_where_one_fails_in_a_gather(two_fresh_ranks: RankGroup) -> None:
+    setup = Setup(stage=3, zero={**GATHERED, "stage3_prefetch_bucket_size": 0}, config=ABORT)
+    outcomes = two_fresh_ranks.run(outcome, fails_in_a_gather, setup=setup, timeout=45.0)
+    assert {each.error for each in outcomes} == {"RankDisagreementError"}, outcomes
+    for each in outcomes:
+        assert "rank 1: failed after micro-batch 0 of request 'r': MemoryError: no memory" in each.text
 
 
 @pytest.mark.parametrize(

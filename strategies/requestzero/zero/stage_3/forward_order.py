@@ -32,7 +32,9 @@ class ForwardOrder:
         self._module: nn.Module | None = None
         self._agreement = Agreement()
         self._orders = KnownOrders()
-        self._runs = self._open = self._entered = self._in_backward = False
+        self._runs = self._in_backward = False
+        self._open = self._evaluated = False  # since the last vote, a training forward or an evaluation has begun
+        self._entered = False
         self._modules_before = 0  # that DeepSpeed keeps as running, from when a forward begins
 
     def follow(self, coordinator: PartitionedParameterCoordinator, module: nn.Module, agreement: Agreement) -> None:
@@ -86,6 +88,10 @@ class ForwardOrder:
 
     def enter(self) -> None:
         """Note that a forward runs from now on, or an evaluation."""
+        if self._coordinator is not None:
+            if not self._entered:
+                self._modules_before = len(parameter_offload.FWD_MODULE_STACK)
+            self._evaluated = self._evaluated or not torch.is_grad_enabled()
         self._entered = True
 
     def leave(self) -> None:
@@ -101,7 +107,6 @@ class ForwardOrder:
         """Begin to follow a training forward. All ranks have agreed on it, and so have gathered alike until now."""
         if self._coordinator is not None:
             self._orders.begin()
-            self._modules_before = len(parameter_offload.FWD_MODULE_STACK)
             self._runs = self._open = True
             self._in_backward = False
 
@@ -111,6 +116,7 @@ class ForwardOrder:
 
     def begin_backward(self) -> None:
         """Note a backward for which all ranks have voted, after the forward or, as Lightning's may be, within it."""
+        self._evaluated = False
         if self._runs:
             self._orders.note((Action.BACKWARD, None))
             self._in_backward = True
@@ -126,7 +132,7 @@ class ForwardOrder:
     @property
     def is_open(self) -> bool:
         """True where the ranks may have left a forward at different places: since it began they have not voted."""
-        return self._open
+        return self._open or self._evaluated
 
     def finish(self) -> None:
         """Gather what is left of the order that the forward has followed, up to the next vote (collective).
@@ -141,10 +147,10 @@ class ForwardOrder:
 
     def forget(self) -> None:
         """Forget the forward of a request that is aborted, and DeepSpeed's record of the order, which may differ."""
-        if self._open and self._coordinator is not None:
+        if self.is_open and self._coordinator is not None:
             del parameter_offload.FWD_MODULE_STACK[self._modules_before :]
         self._orders.forget_forward()
-        self._runs = self._open = self._in_backward = False
+        self._runs = self._open = self._evaluated = self._in_backward = False
         for module in [] if self._module is None else self._module.modules():
             parameters: Any = module._parameters
             parameters._in_forward = False  # as after a forward that returns: else a look at a weight would gather it

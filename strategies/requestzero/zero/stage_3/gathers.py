@@ -7,7 +7,8 @@ does not wait here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -85,9 +86,10 @@ def _gather(
     # one function, which is looked up by its module-level name.
     """
     agreement.note_gather()
-    if begin is None:
-        return gather(*args, **kwargs)
-    with patched(partition_parameters, _GATHER, begin):
+    with (
+        _failing_together(agreement),
+        nullcontext() if begin is None else patched(partition_parameters, _GATHER, begin),
+    ):
         return gather(*args, **kwargs)
 
 
@@ -105,4 +107,15 @@ def _gather_by_itself(
         module: Any = parameter_offload.FWD_MODULE_STACK[-1]
         module._external_params.pop(id(param), None)
         raise
-    return gather(*args, **kwargs)
+    with _failing_together(agreement):
+        return gather(*args, **kwargs)
+
+
+@contextmanager
+def _failing_together(agreement: RankAgreement) -> Iterator[None]:
+    """Fail on all ranks where a gather does, for want of memory: the others are in it, so that nothing can go on."""
+    try:
+        yield
+    except Exception as error:
+        agreement.fail(error)
+        raise
