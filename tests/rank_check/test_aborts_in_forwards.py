@@ -238,7 +238,7 @@ def evaluates_and_fails(engine: Any) -> None:
     assert_sums(difference(start, masters(engine)), [Micro(ALL, number) for number in (0, 1, 2, 4, 5)])
 
 
-def test_after_the_gathers_of_an_evaluation(two_ranks: RankGroup) -> None:
+def test_in_the_last_layer_of_an_evaluation(two_ranks: RankGroup) -> None:
     """What the failing rank has left gathered is released, and both forget DeepSpeed's record of the order."""
     outcomes = two_ranks.run(outcome, evaluates_and_fails, setup=IN_FORWARDS)
     assert [(each.error, each.text) for each in outcomes] == [("", "")] * 2
@@ -291,7 +291,7 @@ def fails_in_a_gather(engine: Any) -> None:
         backward(engine, Micro(ALL, 1))
 
 
-def test_all_ranks_end_where_one_fails_in_a_gather(two_fresh_ranks: RankGroup) -> None:
+def test_all_ranks_end_after_a_failed_gather(two_fresh_ranks: RankGroup) -> None:
     setup = Setup(stage=3, zero={**GATHERED, "stage3_prefetch_bucket_size": 0}, config=ABORT)
     outcomes = two_fresh_ranks.run(outcome, fails_in_a_gather, setup=setup, timeout=45.0)
     assert {each.error for each in outcomes} == {"RankDisagreementError"}, outcomes
