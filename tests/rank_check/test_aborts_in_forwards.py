@@ -238,8 +238,8 @@ def evaluates_and_fails(engine: Any) -> None:
     assert_sums(difference(start, masters(engine)), [Micro(ALL, number) for number in (0, 1, 2, 4, 5)])
 
 
-def test_in_the_last_layer_of_an_evaluation(two_ranks: RankGroup) -> None:
-    """What the failing rank has left gathered is released, and both forget DeepSpeed's record of the order."""
+def test_after_the_gathers_of_an_evaluation(two_ranks: RankGroup) -> None:
+    """The failing rank releases what it has left gathered, and both forget the order that DeepSpeed has recorded."""
     outcomes = two_ranks.run(outcome, evaluates_and_fails, setup=IN_FORWARDS)
     assert [(each.error, each.text) for each in outcomes] == [("", "")] * 2
 
