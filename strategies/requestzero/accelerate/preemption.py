@@ -48,10 +48,7 @@ class AgreedPreemption(TrainerCallback):
         device = self._trainer.args.device
         pending = torch.tensor([int(self.pending)], device=device)
         work = torch.distributed.all_reduce(pending, op=torch.distributed.ReduceOp.MAX, async_op=True)
-        if agreement.active:
-            agreement.wait_for_batch(work, device)
-        else:
-            work.wait()
+        agreement.wait_for_batch(work, device)
         self._manager.is_checkpoint_requested = self._served = bool(pending.item())
 
     on_step_begin = on_pre_optimizer_step = on_step_end = on_epoch_end = _agree

@@ -50,10 +50,7 @@ class WindowEpochLoop(_TrainingEpochLoop):
         requeue = driver.requeue_is_due and self.trainer.is_global_zero
         received = torch.tensor([int(sigterm), int(requeue)], device=device)
         work = torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX, async_op=True)
-        if engine.agreement.active:
-            engine.agreement.wait_for_batch(work, device)
-        else:
-            work.wait()
+        engine.agreement.wait_for_batch(work, device)
         any_sigterm, any_requeue = received.tolist()
         if any_requeue:
             driver.serve_requeue()

@@ -123,7 +123,8 @@ class Agreement:
         """Tell the other ranks that this one cannot go on. Returns if no rank can, for the same reason."""
 
     def wait_for_batch(self, work: torch.distributed.Work, device: torch.device) -> None:
-        """Wait for a training loop's own collective before a batch. To be called only where :attr:`active`."""
+        """Wait for a training loop's own collective before a batch; where ranks agree, until they do something else."""
+        work.wait()
 
     def wait_for_device(self, device: torch.device) -> None:
         """Wait for everything that is queued on the device, as a host read is about to do."""
