@@ -46,6 +46,7 @@ class WindowedOptimizer(Protocol):
     overflow: bool
     loss_scale_exhausted: bool
     _global_grad_norm: Any
+    _backward_active_depth: int
 
     @property
     def sums(self) -> WindowSums: ...
@@ -67,6 +68,8 @@ class WindowedOptimizer(Protocol):
     def scaled_global_norm(self, norm_type: int = 2) -> float | torch.Tensor: ...
 
     def discard_gradients(self) -> None: ...
+
+    def clear_backward_seen_flag(self) -> None: ...
 
 
 def needs_step(optimizer: WindowedOptimizer) -> bool:
@@ -116,11 +119,18 @@ def applying(optimizer: WindowedOptimizer) -> Iterator[None]:
 def discard(optimizer: WindowedOptimizer) -> None:
     """Forget every gradient since the last step, reduced or not, and begin a new window (this rank only)."""
     optimizer.discard_gradients()
+    forget_backward(optimizer)
     optimizer.norm.forget()
     optimizer.divisor.reset()
     for record in optimizer.window_records:
         record.discard()
     optimizer.window = optimizer.window.successor()
+
+
+def forget_backward(optimizer: WindowedOptimizer) -> None:
+    """Forget a backward that has not ended, for whose rest DeepSpeed would take the next gradients (this rank only)."""
+    optimizer._backward_active_depth = 0
+    optimizer.clear_backward_seen_flag()
 
 
 def undo_request(optimizer: WindowedOptimizer) -> None:

@@ -189,8 +189,7 @@ class RequestZeROEngine(AbortingEngine):
                 "before the next backward or step."
             )
         if self.optimizer._backward_active_depth > 0:
-            self.optimizer._backward_active_depth = 0
-            self.optimizer.clear_backward_seen_flag()
+            life_cycle.forget_backward(self.optimizer)
 
     def _has_part_of_backward(self) -> bool:
         """Return whether an interrupted backward has left gradients: a hook of the user's comes before ours."""

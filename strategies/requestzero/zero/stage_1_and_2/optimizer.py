@@ -380,8 +380,6 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         self.sums.discard()
         for index in range(len(self.bit16_groups)):
             self.averaged_gradients[index] = self.all_grad_tensors[index] = None
-        self._backward_active_depth = 0
-        self.clear_backward_seen_flag()  # or DeepSpeed takes the next gradients for the rest of an interrupted backward
         self._unseen = False
 
     @override
@@ -432,7 +430,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
             self.schedule.end_reduction()
             self.schedule.end_backward()
         life_cycle.undo_request(self)
-        self._backward_active_depth = 0
+        life_cycle.forget_backward(self)
         self._unseen = False
         self._expose_sums()
 

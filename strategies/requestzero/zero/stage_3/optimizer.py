@@ -282,8 +282,6 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.sums.discard()
         self.averaged_gradients = {}
         self.sub_groups_lacking_loss_scale.clear()
-        self._backward_active_depth = 0
-        self.clear_backward_seen_flag()  # or DeepSpeed takes the next gradients for the rest of an interrupted backward
 
     @override
     def checkpoint_event_prologue(self) -> None:
@@ -348,7 +346,7 @@ class RequestZeROStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if not self.rollback.is_next(self.window):
             self.reduction.abandon()
         life_cycle.undo_request(self)
-        self._backward_active_depth = 0
+        life_cycle.forget_backward(self)
 
     @override
     def destroy(self) -> None:
