@@ -28,7 +28,7 @@ class ReductionSchedule:
         """True where some of them are of a backward that has not ended."""
         self.only_waits = False
         """True where the other gradients of the running backward have only to be added to what waits. Its first one has
-        set :attr:`pending` and :attr:`unfinished`; what ends these ends this too."""
+        set :attr:`pending` and :attr:`unfinished`; what ends these ends this too. Read for every gradient."""
 
     @property
     def at(self) -> ReduceAt:
@@ -63,6 +63,10 @@ class ReductionSchedule:
     def on_arrival(self, reduces: Callable[[], bool]) -> bool:
         """Return whether a gradient is reduced as it comes, in a backward that :meth:`reduces`, which is then asked."""
         return not self.fills_absent and (self.in_every_backward or (self.overlaps and reduces()))
+
+    def keep_waiting(self, autograd_tells_end: Callable[[], bool]) -> None:
+        """Let the other gradients of the running backward only wait, as the one at hand, if autograd tells its end."""
+        self.only_waits = self.at is not ReduceAt.BACKWARD and autograd_tells_end()
 
     def end_backward(self) -> None:
         """Note that the backward at hand has ended, or that what it has brought is dropped."""

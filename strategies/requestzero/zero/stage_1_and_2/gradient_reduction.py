@@ -47,7 +47,6 @@ class GradientReduction:
         schedule: when to reduce.
         ranks: the data-parallel ranks.
         request_ends: tells whether the backward at hand is the last of its request.
-        reduces: tells whether a reduction follows the backward at hand.
         before_first: called before the first gradient of a backward, or of what has waited, goes into a bucket.
     """
 
@@ -62,14 +61,13 @@ class GradientReduction:
         schedule: ReductionSchedule,
         ranks: Ranks,
         request_ends: Callable[[], bool],
-        reduces: Callable[[], bool],
         before_first: Callable[[], None],
     ) -> None:
         self._layout, self._local = layout, local
         self._arriving, self._waiting = arriving, waiting
         self._reduction, self._accumulate = reduction, accumulate
         self._schedule, self._ranks = schedule, ranks
-        self._request_ends, self._reduces, self._before_first = request_ends, reduces, before_first
+        self._request_ends, self._before_first = request_ends, before_first
         self.observers: list[Observer] = []
         """Called with every gradient that goes into a bucket."""
         self._begun = False
@@ -82,16 +80,26 @@ class GradientReduction:
 
     # --- events of a backward ---------------------------------------------------------------------------------------
 
-    def gradient_arrived(self, param: Parameter) -> bool:
-        """Reduce a gradient that autograd has just brought, or leave it waiting. Collective where a bucket is full.
+    def send(self, param: Parameter) -> None:
+        """Put the gradient of a parameter, if it has one, into its bucket, which is reduced before if it is full.
 
-        Returns:
-            Whether gradients of this backward are reduced as they come.
+        Collective where it is.
         """
-        arrives = self._schedule.on_arrival(self._reduces)
-        if arrives:
-            self._send(param)
-        return arrives
+        if not self._local.waits(param):
+            return
+        gradient, numel = self._local.take(param), param.numel()
+        if numel == 0:
+            return
+        self._begin()
+        param_id, bucket = self._layout.id_of(param), self._route.buckets[self._route.comm_dtype(param)]
+        for observe in self.observers:
+            observe(param_id, param, gradient)
+        if not bucket.has_room_for(numel):
+            self._reduce_bucket(bucket, following=param_id)
+        if numel > bucket.capacity:
+            self._reduce_alone(param_id, gradient, bucket)
+        else:
+            bucket.add(param_id, self._layout.group_of[param_id], gradient)
 
     @property
     def _route(self) -> Route:
@@ -126,30 +134,12 @@ class GradientReduction:
         for param in self._layout.evenly:
             if self._schedule.fills_absent and self._local.is_absent(param):
                 self._local.put_zeros(param, next(iter(self._route.buckets.values())).dtype)
-            self._send(param)
+            self.send(param)
 
     def _begin(self) -> None:
         if not self._begun:
             self._begun = True
             self._before_first()
-
-    def _send(self, param: Parameter) -> None:
-        """Put the gradient of a parameter, if it has one, into its bucket, which is reduced before if it is full."""
-        if not self._local.waits(param):
-            return
-        gradient, numel = self._local.take(param), param.numel()
-        if numel == 0:
-            return
-        self._begin()
-        param_id, bucket = self._layout.id_of(param), self._route.buckets[self._route.comm_dtype(param)]
-        for observe in self.observers:
-            observe(param_id, param, gradient)
-        if not bucket.has_room_for(numel):
-            self._reduce_bucket(bucket, following=param_id)
-        if numel > bucket.capacity:
-            self._reduce_alone(param_id, gradient, bucket)
-        else:
-            bucket.add(param_id, self._layout.group_of[param_id], gradient)
 
     def _reduce_bucket(self, bucket: Bucket, following: int | None = None) -> None:
         """Reduce a bucket, unless it is empty; ``following`` is the parameter that has found no room in it."""

@@ -58,7 +58,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         self._parts: OptimizerParts | None = None
         super().__init__(*args, **kwargs)
         self.window_options = window_options or WindowOptions()
-        self._own(build_parts(self, self.window_options, lambda: self.window.is_open, self.reduces_after_backward))
+        self._own(build_parts(self, self.window_options, lambda: self.window.is_open))
         follow_exchanges(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -112,8 +112,10 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
         self._add_to_window(param, unseen)
         if unseen:
             self.on_unseen_gradient()
-        elif self._coalesce_grad_reduction or not self.reduction.gradient_arrived(param):
-            self.schedule.only_waits = not self.schedule.in_every_backward and _autograd_tells_end()
+        elif not self._coalesce_grad_reduction and self.schedule.on_arrival(self.reduces_after_backward):
+            self.reduction.send(param)
+        else:
+            self.schedule.keep_waiting(_autograd_tells_end)
 
     def _add_to_window(self, param: Any, unseen: bool) -> None:
         """Prepare the window for a gradient; add it to those of the rank where they wait for a later reduction."""

@@ -56,7 +56,6 @@ def build_parts(
     optimizer: DeepSpeedZeroOptimizer,
     options: WindowOptions,
     window_is_open: Callable[[], bool],
-    reduces: Callable[[], bool],
 ) -> OptimizerParts:
     """Build the parts of a ``RequestZeROOptimizer``, when the constructor of DeepSpeed's class has run.
 
@@ -64,7 +63,6 @@ def build_parts(
         optimizer: has laid out parameters and partitions.
         options: of the engine.
         window_is_open: tells whether the window has had any gradient.
-        reduces: tells whether a reduction follows the backward at hand.
     """
     layout = PartitionLayout(optimizer)
     ranks = Ranks(optimizer.dp_process_group, optimizer._model_parallel_all_reduce)
@@ -79,7 +77,7 @@ def build_parts(
     schedule = _schedule(optimizer, options, layout, local, ranks)
     origin = OverflowOrigin(sums, names) if options.records_origin else None
     rollback = RequestRollback(sums.accumulators, copies=options.drops_requests or options.aborts)
-    reduction = _build_reduction(optimizer, layout, ranks, sums, local, schedule, reduces, options, rollback)
+    reduction = _build_reduction(optimizer, layout, ranks, sums, local, schedule, options, rollback)
     if origin is not None:
         reduction.observers.append(origin.record)
     return OptimizerParts(
@@ -195,7 +193,6 @@ def _build_reduction(
     sums: GradientSums,
     local: LocalGradients,
     schedule: ReductionSchedule,
-    reduces: Callable[[], bool],
     options: WindowOptions,
     rollback: RequestRollback,
 ) -> GradientReduction:
@@ -228,7 +225,6 @@ def _build_reduction(
         schedule,
         ranks,
         optimizer.is_gradient_accumulation_boundary,
-        reduces,
         before_first,
     )
 
