@@ -192,7 +192,7 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
                 self._reduce(self.reduction.reduce_local)
             finally:
                 self.set_gradient_accumulation_boundary(saved)
-            self.sums.end_request(undoable=self._undoes_requests or self.rollback.has_saved_sums)
+            self.sums.end_request(undoable=self._undoes_open_request)
             self._expose_sums()
 
     def begin_request(self) -> None:
@@ -224,6 +224,11 @@ class RequestZeROOptimizer(DeepSpeedZeroOptimizer, torch.optim.Optimizer):  # ty
     def _undoes_requests(self) -> bool:
         """True if a request may be undone after its end."""
         return self.window_options.aborts or self.window_options.drops_requests
+
+    @property
+    def _undoes_open_request(self) -> bool:
+        """True if the request at hand may be undone in its middle: with these options, or where its sums are saved."""
+        return self._undoes_requests or self.rollback.has_saved_sums
 
     def end_request(self) -> None:
         """Bring the sums to where they are kept between requests (this rank only)."""
