@@ -187,6 +187,22 @@ def read_in_between(setup: Setup) -> bool:
     return True
 
 
+def read_in_backwards(setup: Setup) -> bool:
+    """Read the sum of a layer when its gradient has come: the others of that backward wait again."""
+    from deepspeed.utils import safe_get_full_grad
+
+    engine: Any = build(setup)
+    layer, read = list(engine.module.parameters())[2], []
+    backward(engine, WINDOW[0])  # before whose end there is no sum to read
+    layer.register_post_accumulate_grad_hook(lambda param: read.append(safe_get_full_grad(param).double().cpu()))
+    for number, micro in enumerate(WINDOW[1:], 2):
+        backward(engine, micro)
+        assert torch.equal(read.pop(), reference([WINDOW[:number]], 2)[0][2])
+    assert_sums(applied_by(engine), WINDOW)
+    engine.destroy()
+    return True
+
+
 def set_in_between(setup: Setup) -> bool:
     """A value that is set takes the place of what waits; the next backward adds to it."""
     from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
@@ -206,7 +222,9 @@ def set_in_between(setup: Setup) -> bool:
     return True
 
 
-@pytest.mark.parametrize("function", [read_in_between, set_in_between], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [read_in_between, read_in_backwards, set_in_between], ids=lambda function: function.__name__
+)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(
     "options",
