@@ -64,7 +64,7 @@ def differences(package: Path, stage_3: bool = False) -> tuple[str, ...]:
     proved = proved_sources()
     modules = {name: hashes for name, hashes in proved.modules.items() if (name in STAGE_3) == stage_3}
     changed = {name for name, hashes in modules.items() if file_hash(path_of(package, name)) not in hashes}
-    suspect = [name for name in proved.definitions if name.partition(":")[0] in changed]
+    suspect = [name for name in proved.definitions if _module(name) in changed]
     with _without_collections():
         suspect = [*_not_proved_as_cut_out(package, suspect)]
         found = fingerprints(package, suspect)
@@ -73,9 +73,9 @@ def differences(package: Path, stage_3: bool = False) -> tuple[str, ...]:
 
 def _not_proved_as_cut_out(package: Path, names: list[str]) -> Iterator[str]:
     definitions = proved_sources().definitions
-    for module, inside in groupby(sorted(names), key=lambda name: name.partition(":")[0]):
-        excerpts = Excerpts(_text(path_of(package, module)))
-        yield from (name for name in inside if _cut_out(excerpts, name.partition(":")[2]) not in definitions[name])
+    for text, inside in _by_module(package, names):
+        excerpts = Excerpts(text)
+        yield from (name for name in inside if _cut_out(excerpts, _qualname(name)) not in definitions[name])
 
 
 def _cut_out(excerpts: Excerpts, qualname: str) -> str | None:
@@ -107,18 +107,28 @@ def fingerprints(package: Path, names: list[str]) -> Mapping[str, str]:
 
 
 def _fingerprints(package: Path, names: list[str]) -> Iterator[tuple[str, str]]:
-    for module, inside in groupby(sorted(names), key=lambda name: name.partition(":")[0]):
-        source = Source(_text(path_of(package, module)))
-        for name in inside:
-            yield name, _fingerprint(source, name.partition(":")[2])
+    for text, inside in _by_module(package, names):
+        source = Source(text)
+        yield from ((name, _fingerprint(source, _qualname(name))) for name in inside)
+
+
+def _by_module(package: Path, names: list[str]) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yield the text of each module, empty without one, and those of the names that are in it."""
+    for module, inside in groupby(sorted(names), key=_module):
+        path = path_of(package, module)
+        yield path.read_text(encoding="utf-8") if path.exists() else "", inside
+
+
+def _module(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _qualname(name: str) -> str:
+    return name.partition(":")[2]
 
 
 def _fingerprint(source: Source, qualname: str) -> str:
     return "+".join(each.fingerprint for each in source.find(qualname).values()) or ABSENT
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def path_of(package: Path, module: str) -> Path:
