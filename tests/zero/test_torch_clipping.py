@@ -62,7 +62,7 @@ def all_by_value(*models: torch.nn.Module) -> Any:
 
 
 def first_by_norm(*models: torch.nn.Module) -> Any:
-    return clip_grad_norm_(next(models[0].parameters()), LIMIT)
+    return clip_grad_norm_(next(models[0].parameters()), LIMIT, 2.0, True, False)  # all that PyTorch takes
 
 
 def of_two_models(*models: torch.nn.Module) -> Any:

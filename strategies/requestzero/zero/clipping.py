@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from requestzero.zero.common.clipped_parameters import are_all, without_local
+
 if TYPE_CHECKING:
     from requestzero.zero.engine import RequestZeROEngine
 
@@ -76,6 +78,7 @@ class LoopClipping:
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> torch.Tensor:
         """Clip gradients of the open window as ``torch.nn.utils.clip_grad_norm_`` does. Collective.
 
@@ -88,6 +91,7 @@ class LoopClipping:
             max_norm: as in PyTorch; of all parameters' 2-norm as for :meth:`by_norm`.
             norm_type: as in PyTorch.
             error_if_nonfinite: raise for a norm that is not finite.
+            foreach: as in PyTorch, where gradients are clipped at once.
 
         Returns:
             The norm before clipping, a scalar tensor, the same on all ranks.
@@ -97,14 +101,12 @@ class LoopClipping:
             ValueError: see :meth:`by_norm`.
             RuntimeError: the norm is not finite; on all ranks.
         """
-        from requestzero.zero.engine.torch_clipping import are_all, without_local  # imports DeepSpeed
-
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         given = without_local(self._engine, given)
         if norm_type == 2 and not self._engine.shows_gradients and are_all(self._engine, given):
             return self.by_norm(call, float(max_norm), error_if_nonfinite)
         with self.whole_gradients(call):
-            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
+            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def whole_gradients(self, call: str) -> AbstractContextManager[None]:
         """Return a block in which ``param.grad`` is the window's gradient; see ``full_gradients``. Collective.

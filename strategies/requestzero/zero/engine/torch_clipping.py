@@ -12,7 +12,6 @@ another function into that cell, and PyTorch's own comes back when the last one 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.utils import clip_grad
 
+from requestzero.zero.common.clipped_parameters import TrainsParameters, without_local
 from requestzero.zero.common.user_line import stacklevel_of_user
 
 _NORM, _VALUE, _BY_GIVEN_NORM = "clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"
@@ -33,8 +33,6 @@ _NORM, _VALUE, _BY_GIVEN_NORM = "clip_grad_norm_", "clip_grad_value_", "_clip_gr
 class Clipping(Protocol):
     """A loop's way to clip; see ``LoopClipping``."""
 
-    def by_norm(self, call: str, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor: ...
-
     def of_parameters(
         self,
         call: str,
@@ -42,12 +40,13 @@ class Clipping(Protocol):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> torch.Tensor: ...
 
     def whole_gradients(self, call: str) -> AbstractContextManager[None]: ...
 
 
-class KeepsGradients(Protocol):
+class KeepsGradients(TrainsParameters, Protocol):
     """An engine whose windows hold the gradients of its parameters."""
 
     loop_clipping: Clipping | None
@@ -55,12 +54,6 @@ class KeepsGradients(Protocol):
 
     @property
     def has_pending_gradients(self) -> bool: ...
-
-    @property
-    def optimizer(self) -> Any: ...
-
-    @property
-    def module(self) -> Any: ...
 
 
 _engines: WeakValueDictionary[int, KeepsGradients] = WeakValueDictionary()
@@ -129,13 +122,10 @@ def _clip(
         raise RuntimeError(
             f"{call}: the norm was taken of gradients that are empty, since ZeRO keeps them: use clip_grad_norm_."
         )
+    if original.__name__ == _NORM and len(loops) == 1:
+        return loops[0].of_parameters(call, given, *args, **kwargs)
     for engine in engines:
         given = without_local(engine, given)
-    asked = inspect.signature(original).bind(given, *args, **kwargs)
-    asked.apply_defaults()
-    by_2_norm = original.__name__ == _NORM and asked.arguments["norm_type"] == 2
-    if by_2_norm and len(engines) == 1 and are_all(engines[0], given):
-        return loops[0].by_norm(call, float(asked.arguments["max_norm"]), asked.arguments["error_if_nonfinite"])
     with ExitStack() as stack:
         for loop in loops:
             stack.enter_context(loop.whole_gradients(call))
@@ -146,23 +136,6 @@ def _keeps(engine: KeepsGradients, given: Sequence[torch.Tensor]) -> bool:
     if engine.shows_gradients or not engine.has_pending_gradients:
         return False
     return any(id(parameter) in engine.optimizer.layout.ids for parameter in given)
-
-
-def without_local(engine: KeepsGradients, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parameters without those that the model trains beside the engine's optimizer.
-
-    Their gradients are those of one rank alone, by which ranks would clip differently.
-    """
-    kept = {id(parameter) for parameter in engine.optimizer.layout.params}
-    local = {id(parameter) for parameter in engine.module.parameters()} - kept
-    return [parameter for parameter in given if id(parameter) not in local]
-
-
-def are_all(engine: KeepsGradients, given: Sequence[torch.Tensor]) -> bool:
-    """Return whether the gradients of these parameters are those that the engine's step clips."""
-    kept = {id(parameter) for parameter in engine.optimizer.layout.params if parameter.requires_grad}
-    others = {id(parameter) for parameter in given if parameter.grad is not None}
-    return kept | others == kept and kept <= {id(parameter) for parameter in given}
 
 
 def _loop_of(engine: KeepsGradients, call: str) -> Clipping:
