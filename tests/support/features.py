@@ -164,22 +164,27 @@ FEATURES = (
         Outcome.SAME,
         f"{_FABRIC}::test_zero_grad_discards_what_came_before",
     ),
-    Feature("`clip_gradients(max_norm=...)`", FABRIC, Outcome.SAME, f"{_FABRIC}::test_clipping_by_norm"),
+    Feature("`clip_gradients(max_norm=...)`", FABRIC, Outcome.SAME, f"{_FABRIC}::test_clipping_by_norm[clip_by_norm]"),
     Feature(
-        "`clip_gradients(clip_val=...)` at stages 1 and 2", FABRIC, Outcome.SAME, f"{_FABRIC}::test_clipping_by_value"
+        "`clip_gradients(clip_val=...)` at stages 1 and 2",
+        FABRIC,
+        Outcome.SAME,
+        f"{_FABRIC}::test_changed_gradients[clip_by_value]",
     ),
     Feature(
         "`clip_gradients(norm_type=...)` at stages 1 and 2",
         FABRIC,
         Outcome.SAME,
-        f"{_FABRIC}::test_clipping_by_another_norm",
+        f"{_FABRIC}::test_clipping_by_norm[clip_by_another_norm]",
     ),
-    Feature("`torch.nn.utils.clip_grad_norm_`", FABRIC, Outcome.SAME, f"{_FABRIC}::test_clipping_by_norm"),
+    Feature(
+        "`torch.nn.utils.clip_grad_norm_`", FABRIC, Outcome.SAME, f"{_FABRIC}::test_clipping_by_norm[clip_by_torch]"
+    ),
     Feature(
         "gradients read and changed before a step, at stages 1 and 2 in `with RequestZeROFabric.gradients(model):`",
         FABRIC,
         Outcome.SAME,
-        f"{_FABRIC}::test_gradients_are_read_and_changed_in_a_block",
+        f"{_FABRIC}::test_changed_gradients[edit]",
     ),
     Feature("`optimizer.step(closure)`", FABRIC, Outcome.SAME, f"{_FABRIC}::test_a_closure_runs_before_the_step"),
     Feature(
