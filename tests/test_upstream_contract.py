@@ -1,9 +1,9 @@
 """Every upstream method that is overridden or relied on: it exists, and its source is the one that was read.
 
-After an upgrade of DeepSpeed, Lightning, Accelerate or Transformers a failure here names what to read again. To accept
-a new source, run ``python tests/test_upstream_contract.py`` and commit the new ``upstream_contract.json`` with the
-reading done. It prints how many entries each of the four has. Then run ``python tests/matrix/record.py``, which writes
-down the entries of DeepSpeed for the check at the first use.
+After an upgrade of DeepSpeed, Lightning, Accelerate, Transformers or PyTorch a failure here names what to read again.
+To accept a new source, run ``python tests/test_upstream_contract.py`` and commit the new ``upstream_contract.json``
+with the reading done. It prints how many entries each of the five has. Then run ``python tests/matrix/record.py``,
+which writes down the entries of DeepSpeed for the check at the first use.
 """
 
 from __future__ import annotations
@@ -156,6 +156,13 @@ RELIED_ON = {
         "HfTrainerDeepSpeedConfig",
         "deepspeed_init",
         "propagate_args_to_deepspeed",
+    ],
+    # A hook of a gradient is found in the dictionary that its handle refers to (zero/stage_1_and_2/gradient_hooks.py).
+    "torch._tensor": [
+        "Tensor.register_post_accumulate_grad_hook",
+    ],
+    "torch.utils.hooks": [
+        "RemovableHandle.__init__",
     ],
 }
 

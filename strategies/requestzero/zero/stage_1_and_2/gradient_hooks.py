@@ -4,6 +4,7 @@ HACK: for every gradient DeepSpeed's hook calls some twenty methods, which look 
 a reduction needs. Where autograd tells the end, and nothing is reduced as it comes, they change nothing after the first
 gradient of a backward, and cost as much as the addition to a sum. A hook keeps its place among those of users: another
 function is put into the dictionary of hooks that PyTorch's handle refers to (``hooks_dict_ref``), in the hook's place.
+No document of PyTorch names that dictionary: ``tests/test_upstream_contract.py`` pins where it is made.
 """
 
 from __future__ import annotations
