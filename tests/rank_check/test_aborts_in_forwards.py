@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -219,29 +218,41 @@ def test_a_call_inside_a_forward_leaves_it(two_ranks: RankGroup, calling_rank: i
     assert [(each.error, each.text) for each in outcomes] == [("", "")] * 2
 
 
-def evaluates_and_fails(engine: Any) -> None:
-    """One rank fails in the last layer of an evaluation, when all gathers of both have begun."""
+# --- evaluations in a request ---------------------------------------------------------------------------------------
 
-    def evaluate() -> None:
-        with torch.no_grad():
-            engine(*inputs_of(engine, 1), ALL)
 
-    start = masters(engine)
-    for number in range(6):
-        fails = number == 3
-        with suppress(KeyError), engine.request(number):
-            with failing_in(engine, "layer 4" if fails and rank() == 1 else ""):
-                evaluate()
-            backward(engine, Micro(ALL, number, request_end=False))
-    assert engine.aborted_requests == 1
+def evaluates_and_fails(setup: Setup, places: list[str], uses: tuple[bool, ...], failing_rank: int) -> list[str]:
+    """Requests with an evaluation of some layers before their micro-batch; one rank fails in it, before or after it."""
+    engine = build(setup)
+    start, kept = masters(engine), []
+    with logged_by("requestzero") as messages:
+        for number, place in enumerate(places):
+            fails = place if rank() == failing_rank else ""
+            with suppress(KeyError), engine.request(number):
+                if fails == "data":
+                    raise KeyError(fails)
+                with failing_in(engine, fails), torch.no_grad():
+                    engine(*inputs_of(engine, 100 + number), uses)
+                with failing_in(engine, "model" if fails == "loss" else ""):
+                    backward(engine, Micro(ALL, number, request_end=False))
+            if not place:
+                kept.append(Micro(ALL, number))
+            assert engine.update_window.micro_batches == len(kept)
     engine.step()
-    assert_sums(difference(start, masters(engine)), [Micro(ALL, number) for number in (0, 1, 2, 4, 5)])
+    assert_sums(difference(start, masters(engine)), kept)
+    engine.destroy()
+    return messages
 
 
-def test_after_the_gathers_of_an_evaluation(two_ranks: RankGroup) -> None:
-    """The failing rank releases what it has left gathered, and both forget the order that DeepSpeed has recorded."""
-    outcomes = two_ranks.run(outcome, evaluates_and_fails, setup=IN_FORWARDS)
-    assert [(each.error, each.text) for each in outcomes] == [("", "")] * 2
+@pytest.mark.parametrize("uses", [ALL, EVERY_SECOND], ids=str)
+@pytest.mark.parametrize("good", [0, 1, 3])
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_in_evaluations(two_ranks: RankGroup, setup: Setup, good: int, uses: tuple[bool, ...]) -> None:
+    """A forward without gradients in a request, as for the log-probabilities of a rollout, is followed likewise."""
+    fails = ("data", "model", "layer 0", "layer 2", "layer 4", "loss")
+    places = [place for each in fails for place in (*[""] * good, each)] + [""]
+    messages = two_ranks.run(evaluates_and_fails, setup, places, uses, 1)[0]
+    assert len(messages) == len(fails)
 
 
 # --- what stays impossible ------------------------------------------------------------------------------------------
@@ -273,30 +284,38 @@ def fails_in_a_backward(engine: Any) -> None:
         backward(engine, Micro(ALL, 1))
 
 
-def fails_in_an_evaluation(engine: Any) -> None:
-    """A forward without gradients belongs to no request, wherever it runs."""
-    with engine.request("r"), torch.no_grad(), failing_in(engine, "layer 1" if rank() == 1 else ""):
-        engine(*inputs_of(engine, 1), ALL)
+def fails_in_a_second_engine(engine: Any) -> None:
+    """One rank fails in a forward of another engine within the block, where the other gathers that one's weights."""
+    second = build(SETUPS[1])
+    try:
+        for number in range(3):
+            with engine.request(number), failing_in(second, "layer 1" if number == 2 and rank() == 1 else ""):
+                with torch.no_grad():
+                    second(*inputs_of(second, number), ALL)
+                backward(engine, Micro(ALL, number, request_end=False))
+    finally:
+        second.destroy()
 
 
-def fails_in_a_gather(engine: Any) -> None:
-    """One rank fails before a gather that the other waits in; nobody could gather in the same order from then on."""
-    run(engine, [Request()] * 3, 0)
-    weight = engine.module.layers[2].weight
-    watched = weight.all_gather_coalesced
-    raises = Mock(side_effect=MemoryError("no memory"))
-    if rank() == 1:
-        weight.all_gather_coalesced = partial(watched.func, raises, *watched.args[1:])
-    with engine.request("r"):
-        backward(engine, Micro(ALL, 1))
+def fails_in_two_blocks(engine: Any) -> None:
+    """The blocks of two engines, one in the other: the rank that fails votes in the inner one, the other elsewhere."""
+    second = build(Setup(stage=engine.zero_optimization_stage(), config=ABORT))
+    try:
+        with engine.request("outer"), second.request("inner"):
+            if rank() == 1:
+                raise KeyError("no data")
+            backward(engine, Micro(ALL, 1, request_end=False))
+            backward(second, Micro(ALL, 1, request_end=False))
+    finally:
+        second.destroy()
 
 
-def test_all_ranks_end_after_a_failed_gather(two_fresh_ranks: RankGroup) -> None:
-    setup = Setup(stage=3, zero={**GATHERED, "stage3_prefetch_bucket_size": 0}, config=ABORT)
-    outcomes = two_fresh_ranks.run(outcome, fails_in_a_gather, setup=setup, timeout=45.0)
+@pytest.mark.parametrize("scenario", [fails_in_a_second_engine, fails_in_two_blocks])
+@pytest.mark.parametrize("setup", [SETUPS[1], Setup(stage=1, config=ABORT)], ids=str)
+def test_all_ranks_end_with_two_engines(two_fresh_ranks: RankGroup, setup: Setup, scenario: Any) -> None:
+    outcomes = two_fresh_ranks.run(outcome, scenario, setup=setup, timeout=45.0)
     assert {each.error for each in outcomes} == {"RankDisagreementError"}, outcomes
-    for each in outcomes:
-        assert "rank 1: failed after micro-batch 0 of request 'r': MemoryError: no memory" in each.text
+    assert "rank 1: aborts request" in outcomes[0].text
 
 
 @pytest.mark.parametrize(
@@ -304,7 +323,6 @@ def test_all_ranks_end_after_a_failed_gather(two_fresh_ranks: RankGroup) -> None
     [
         (gathers_once_more, "none", "aborts request 'r': KeyError: 'no data', after 0 gathers of weights"),
         (fails_in_a_backward, "non_reentrant", "aborts request 'r' after micro-batch 0: MemoryError: no memory"),
-        (fails_in_an_evaluation, "none", "aborts request 'r' after micro-batch 0: KeyError: 'layer 1'"),
     ],
 )
 def test_all_ranks_end_together(two_fresh_ranks: RankGroup, scenario: Any, checkpointing: str, text: str) -> None:

@@ -353,3 +353,24 @@ def test_stock_waits_for_every_parameter(one_rank: RankGroup) -> None:
     setup = Setup(stage=2, offload=True, model="bf16", accum="bf16")
     parts = one_rank.run(recorded, setup, [False, False, True], False)[0]
     assert [part.count("host waits") for part in parts[1:3]] == [len(ALL), len(ALL)]
+
+
+def test_a_gather_is_made_up_for_on_its_stream() -> None:
+    """Its buffer belongs to the stream on which DeepSpeed gathers, not to that on which a request is aborted."""
+    from requestzero.rank_check.interface import Agreement
+    from requestzero.zero.stage_3.gather import Gather
+    from requestzero.zero.stage_3.postponed_gathers import PostponedGathers
+
+    recorder, gathers, streams = Recorder([]), PostponedGathers(Agreement()), []
+
+    def run() -> None:
+        streams.append(str(recorder.stream))
+        if len(streams) == 1:
+            raise torch.OutOfMemoryError("no memory")
+
+    with recorder.accelerator():
+        with recorder.current("gathers"), patch.object(gathers, "can_postpone", lambda: True):
+            gathers.begin(Gather(run, [], None))
+        with gathers.making_up():
+            assert str(recorder.stream) == "main"
+    assert streams == ["gathers", "gathers"]

@@ -88,6 +88,11 @@ class RankAgreement(Agreement):
         if self._abort is not None:
             raise AbortRequest(by_rank(self._abort))
 
+    @property
+    @override
+    def votes_now(self) -> bool:
+        return self._votes and not self._progress.request.ended(self._progress.window)
+
     @override
     def check(self) -> None:
         if self._watch.error is not None:
@@ -113,6 +118,8 @@ class RankAgreement(Agreement):
         self.check()
         self._reducing = False
         if evaluates:
+            if self.votes_now:
+                self._compare(self._ready())
             self._agree(self._progress.evaluates())
             self._waiting_for = lambda: self._progress.evaluates(Kind.GATHER)
             return

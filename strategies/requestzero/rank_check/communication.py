@@ -1,4 +1,4 @@
-"""DeepSpeed's gradient reductions on the CPU, with waits that can be given up."""
+"""DeepSpeed's collectives on the CPU, with waits that can be given up."""
 
 from __future__ import annotations
 
@@ -65,7 +65,14 @@ class WatchedCommunication:
 
     def all_gather_into_tensor(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run ``deepspeed.comm.all_gather_into_tensor`` (collective); with ``async_op`` its wait is watched."""
-        work = self._run(dist.all_gather_into_tensor, output, *args, **kwargs)
+        return self._gather(dist.all_gather_into_tensor, output, *args, **kwargs)
+
+    def allgather_fn(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run ``deepspeed.comm.allgather_fn``, likewise."""
+        return self._gather(dist.allgather_fn, output, *args, **kwargs)
+
+    def _gather(self, collective: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = self._run(collective, output, *args, **kwargs)
         return work if work is None or output.device.type != "cpu" else WatchedWork(work, self._agreement)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:

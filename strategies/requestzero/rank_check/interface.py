@@ -29,6 +29,11 @@ class Agreement:
         self.votes_at_gathers: Callable[[bool], bool] = lambda planned: False
         """Returns true where the ranks have to vote before a gather of weights, see :meth:`note_gather`."""
 
+    @property
+    def votes_now(self) -> bool:
+        """True while a request is at hand that one rank alone can abort: the ranks vote on it."""
+        return False
+
     def check(self) -> None:
         """Raise the error of an engine that has failed already."""
 

@@ -23,8 +23,7 @@ CHECKPOINT_HINT = (
 ENGINES_HINT = "All data-parallel ranks have to use their engines in the same order."
 ABORT_HINT = (
     "A request is aborted by all ranks together, or with the option abort by one of them before its backward. Inside a "
-    "backward at stages 2 and 3, or at stage 3 in a forward without gradients, one alone cannot: restart from the last "
-    "checkpoint."
+    "backward at stages 2 and 3 one alone cannot: restart from the last checkpoint."
 )
 _NAMES_SHOWN = 5
 

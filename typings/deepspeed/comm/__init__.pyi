@@ -3,6 +3,7 @@ from .comm import all_gather_into_tensor as all_gather_into_tensor
 from .comm import all_gather_object as all_gather_object
 from .comm import all_reduce as all_reduce
 from .comm import all_to_all_single as all_to_all_single
+from .comm import allgather_fn as allgather_fn
 from .comm import barrier as barrier
 from .comm import broadcast as broadcast
 from .comm import broadcast_object_list as broadcast_object_list

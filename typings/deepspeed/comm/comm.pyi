@@ -97,6 +97,15 @@ def all_gather_into_tensor(
     log_name: str = "all_gather_into_tensor",
     debug: Any = ...,
 ) -> Any: ...
+def allgather_fn(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    debug: Any = ...,
+) -> Any:
+    """Called by gathers of weights."""
+
 def barrier(
     group: ProcessGroup | None = None,
     async_op: bool = False,

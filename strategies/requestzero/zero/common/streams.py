@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ def has_streams() -> bool:
 def current_stream() -> Any:
     """Return the stream that operators are queued on now, ``None`` without streams."""
     return get_accelerator().current_stream() if has_streams() else None
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Return a block whose operators are queued on ``stream``, of :func:`current_stream`."""
+    return nullcontext() if stream is None else get_accelerator().stream(stream)
 
 
 def record_event() -> Any:

@@ -412,12 +412,13 @@ class RequestZeROEngine(AbortingEngine):
 
     @torch.compiler.disable
     def _before_forward(self) -> None:
+        self.forward_order.check()
+        evaluates = not torch.is_grad_enabled()
         if self.zero_optimization_partition_weights():
-            self.agreement.before_forward(evaluates=not torch.is_grad_enabled())
-        if torch.is_grad_enabled():
+            self.agreement.before_forward(evaluates)
+        if not evaluates:
             self.optimizer.rollback.note_forward()
-            self.forward_order.begin()
-        self.forward_order.enter()
+        self.forward_order.begin(follows=not evaluates or self.agreement.votes_now)
 
     @torch.compiler.disable
     def _leave_forward(self) -> None:
@@ -425,8 +426,7 @@ class RequestZeROEngine(AbortingEngine):
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
-        if torch.is_grad_enabled():
-            self.forward_order.end()
+        self.forward_order.end()
         if torch.is_grad_enabled() and not self._has_unsearched_outputs:
             self._has_unsearched_outputs = not are_searched(outputs)
         if torch.is_grad_enabled() and self.optimizer.schedule.in_every_backward:
@@ -551,10 +551,9 @@ class RequestZeROEngine(AbortingEngine):
             equal = not options.rank_dependent_micro_batches
             built.ranks.agree_from_now_on(lambda: built.window, names.__getitem__, equal, options.abort)
             if self.zero_optimization_partition_weights():
-                watch_gathers(built, built.ranks)
+                gathers = watch_gathers(built, built.ranks)
                 if options.abort and built.ranks.agreement.active:
-                    coordinator = built.parameter_offload.get_param_coordinator()
-                    self.forward_order.follow(coordinator, self.module, built.ranks.agreement)
+                    self.forward_order.follow(built.parameter_offload.get_param_coordinator(), self.module, gathers)
         built.on_unseen_gradient = self._refuse_unscaled
         refuse_gradients(given, built.param_names, built)
         torch_clipping.serve(self)

@@ -4,14 +4,26 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-def _dist_allgather_fn(
-    input_tensor: torch.Tensor, output_tensor: torch.Tensor, group: ProcessGroup | None = None
-) -> object:
-    """Begins a gather of weights; of the work that it returns only ``wait()`` is called."""
-
 class ZeroParamStatus(Enum):
     AVAILABLE = 1
     """The parameter is whole, and not being gathered."""
+    NOT_AVAILABLE = 2
+    """This rank has its part only."""
+    INFLIGHT = 3
+    """The parameter is being gathered."""
+
+class AllGatherHandle:
+    """One weight, gathered into its place or copied there; waits again after an error."""
+
+    def wait(self, handle_dependency: bool = True) -> None: ...
+
+class AllGatherCoalescedHandle:
+    """Weights in one buffer, cut out of it after the wait; waits again after an error, where all are in flight."""
+
+    def wait(self, handle_dependency: bool = True) -> None: ...
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Keeps the parameter in ``module._external_params``, by its ``id``."""
 
 class InsertPostInitMethodToModuleSubClasses:
     def __enter__(self) -> Any:
@@ -42,6 +54,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         tensor_overrides: Any = ...,
     ) -> None:
         """Reads ``zero_optimization`` of the config, and joins the ranks if they are not joined."""
+    def _convert_to_deepspeed_param(self, param: torch.nn.Parameter) -> None:
+        """Gives it its gathers: the coalesced one puts weights in flight, allocates, and communicates by ``dist``."""
 
 class GatheredParameters:
     def __init__(

@@ -5,6 +5,10 @@ class PartitionedParameterCoordinator:
         self, submodule_to_release: nn.Module, step_id: int
     ) -> set[int]:
         """Cached by all of its arguments, in a function that is measured."""
+    def _PartitionedParameterCoordinator__all_gather_params_(
+        self, params: set[nn.Parameter], forward: bool, quantize: bool = False
+    ) -> None:
+        """Asks one of the parameters to gather them; of the handle that it gets only ``wait()`` is called."""
     def reset_step(self) -> None:
         """Called before a forward, and where a module calls itself."""
     def trace_prologue(self, sub_module: nn.Module) -> None:

@@ -1,0 +1,143 @@
+"""Gathers of weights that this rank fails to make in a forward: it makes up for them once it has left that."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from requestzero.errors import RankDisagreementError
+from requestzero.rank_check.interface import Agreement
+from requestzero.zero.common.streams import on_stream
+from requestzero.zero.stage_3.gather import Gather
+
+
+class PostponedGathers:
+    """Begins the gathers of one engine and waits for them, and postpones what fails on this rank alone.
+
+    The other ranks are in the gather, so that whatever this one does next has to be the same gather, and those that
+    follow it. What a forward holds, activations above all, is free again once the forward is left. Then, as the request
+    is aborted, the gather is repeated.
+
+    Args:
+        agreement: of the ranks.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+        self.can_postpone: Callable[[], bool] = lambda: False
+        """Returns true in a forward that a request's abort would leave on all ranks."""
+        self._postponed: list[Gather] = []
+        self._error: Exception | None = None
+        self._makes_up = False
+
+    # --- DeepSpeed's gathers ----------------------------------------------------------------------------------------
+
+    def begin(self, gather: Gather, planned: bool = True) -> None:
+        """Count a gather and begin it (collective), or postpone it where it fails, or where one before it has.
+
+        Raises:
+            AbortRequest: another rank aborts the request, where the ranks vote before the gather.
+        """
+        if self._error is None:
+            self.refuse_rest()
+        elif self.agreement.votes_at_gathers(planned):  # as the others do, which wait in the one that has failed
+            self.raise_error()
+        self.agreement.note_gather(planned)
+        if self._postponed:
+            self._postponed.append(gather)
+        else:
+            self._attempt(gather, gather.begin)
+
+    def wait(self, gather: Gather, handle_dependency: bool) -> None:
+        """Wait for a gather's weights, or let DeepSpeed go on without them to where :meth:`raise_error` is called."""
+        if gather not in self._postponed:
+            self._attempt(gather, lambda: gather.end(handle_dependency))
+        if gather in self._postponed:
+            gather.pass_over()
+
+    def raise_error(self) -> None:
+        """Raise the error of the gather that has failed, if one has since the last call."""
+        if self._error is not None:
+            raise self._take_error()
+
+    def _take_error(self) -> Exception:
+        error, self._error = self._error, None
+        assert error is not None
+        return error
+
+    def refuse_rest(self) -> None:
+        """End all ranks where a forward goes on though a gather of it has failed.
+
+        Raises:
+            RankDisagreementError: it does.
+        """
+        if self._postponed:
+            self._postponed = []
+            error = RuntimeError(
+                "A forward has gone on after a gather of weights has failed in it, on this rank alone. Let the "
+                "exception leave the forward, and abort the request."
+            )
+            self.agreement.fail(error)
+            raise error
+
+    # --- making up --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def making_up(self) -> Iterator[None]:
+        """Make up for what was postponed, and go along with more gathers in the block (collective).
+
+        A gather that fails here is repeated once, without what the frames of the forward that was left hold.
+
+        Raises:
+            RankDisagreementError: it has failed again.
+        """
+        self._makes_up = True
+        try:
+            postponed, self._postponed, self._error = self._postponed, [], None
+            for gather in postponed:
+                self._make_up(gather)
+            yield
+        finally:
+            self._makes_up = False
+
+    def _make_up(self, gather: Gather) -> None:
+        with on_stream(gather.stream):
+            if not gather.has_begun:
+                self._attempt(gather, gather.begin)
+            if gather.is_awaited:
+                self._attempt(gather, gather.end)
+
+    def _attempt(self, gather: Gather, action: Callable[[], None]) -> None:
+        """Begin or end a gather; postpone or repeat it where that fails, or fail on all ranks."""
+        try:
+            action()
+        except RankDisagreementError:
+            raise
+        except Exception as error:
+            gather.note_failure()
+            if self.can_postpone():
+                self._postponed.append(gather)
+                self._error = self._error or error
+            elif self._makes_up:
+                _clear_frames()
+                self._repeat(action)
+            else:
+                self.agreement.fail(error)  # the others are in the gather, so that nothing can go on
+                raise
+
+    def _repeat(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self.agreement.fail(error)
+            raise
+
+
+def _clear_frames() -> None:
+    """Free what the frames of all exceptions that are being handled hold, but for those that still run."""
+    error: BaseException | None = sys.exc_info()[1]
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
