@@ -94,6 +94,38 @@ def test_torch_style_backward(
     two_ranks.run(plain_backward, setup)
 
 
+def changed_results(setup: Setup, requestzero: bool) -> list[list[float]]:
+    """The loss, what ``backward`` returns, and the loss after a change of that in place, for every way to call it."""
+    engine: Any = build(setup, requestzero)
+    calls: list[tuple[Any, Any]] = [
+        ((), {}),
+        ((True,), {}),
+        ((), {"scale_wrt_gas": True}),
+        ((), {"scale_wrt_gas": False}),
+    ]
+    found = []
+    for args, kwargs in calls:
+        x, w = inputs_of(engine, 1)
+        loss = engine(x.requires_grad_() + 1, w, ALL) + 3
+        before, result = float(loss), engine.backward(loss, *args, **kwargs)
+        assert result.grad_fn is not None
+        returned = float(result)
+        with torch.no_grad():
+            result.add_(1)
+        found.append([before, returned, float(loss)])
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_backward_returns_what_deepspeed_returns(one_rank: RankGroup, steps: int) -> None:
+    """A tensor of its own, unless the caller has asked for the loss itself."""
+    setup = Setup(config={"gradient_accumulation_steps": steps})
+    ours, stock = (one_rank.run(changed_results, setup, whose)[0] for whose in (True, False))
+    assert ours == stock
+    assert [after - before for before, _, after in ours] == [0.0, 0.0, 0.0, 1.0]
+
+
 def backward_with_a_graph(setup: Setup) -> list[float]:
     """Two requests of ``loss.backward(create_graph=True)``, whose gradients are 2 at a weight of 0; the update."""
     engine = build(setup, model=OneWeight())

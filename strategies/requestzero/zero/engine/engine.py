@@ -148,7 +148,8 @@ class RequestZeROEngine(AbortingEngine):
             **kwargs: likewise.
 
         Returns:
-            The loss divided by ``gradient_accumulation_steps``, as DeepSpeed does; ``loss`` itself where that is 1.
+            The loss divided by ``gradient_accumulation_steps``, as DeepSpeed does, also where that is 1 a tensor of its
+            own; ``loss`` itself with ``scale_wrt_gas=False``.
 
         Raises:
             ValueError: see :meth:`add_weight`.
@@ -159,15 +160,16 @@ class RequestZeROEngine(AbortingEngine):
             self._refuse_after_interruption()
         if weight is not None:
             self.add_weight(weight)  # before the backward, at whose end its request may be dropped
-        if self.gradient_accumulation_steps() == 1 and not args:
-            kwargs.setdefault("scale_wrt_gas", False)  # a division by 1, and its backward
-        if not self._is_to_be_noticed(loss):
-            return super().backward(loss, *args, **kwargs)
-        hook = loss.register_hook(lambda _: self._backward_prologue())
+        by_one = self.gradient_accumulation_steps() == 1 and not args and "scale_wrt_gas" not in kwargs
+        if by_one:
+            kwargs["scale_wrt_gas"] = False  # a division, and its backward
+        hook = loss.register_hook(lambda _: self._backward_prologue()) if self._is_to_be_noticed(loss) else None
         try:
-            return super().backward(loss, *args, **kwargs)
+            result = super().backward(loss, *args, **kwargs)
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
+        return result.clone() if by_one else result
 
     def _is_to_be_noticed(self, loss: torch.Tensor) -> bool:
         """Return whether a backward is noticed at its loss: DeepSpeed may not find the outputs at which it looks.
