@@ -68,7 +68,6 @@ class AbortingEngine(CheckpointingEngine):
 
     def _forget_backward(self) -> None:
         """Be between requests again, for DeepSpeed too: a step may follow."""
-        self.optimizer.clear_backward_seen_flag()
         self._manual_backward_expected = False
         self._unmanaged_backward_count = self.update_window.micro_batches
         if self._is_gradient_accumulation_boundary is False:
