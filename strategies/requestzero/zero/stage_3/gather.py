@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from deepspeed.runtime.zero import partition_parameters
@@ -19,11 +19,12 @@ class Gather:
     Args:
         run: begins it and returns DeepSpeed's handle, or ends it and returns ``None``.
         params: the weights that ``run`` begins to gather; none of them where it ends the gather.
-        comm: ``deepspeed.comm``.
+        comm: ``deepspeed.comm`` for a gather that can be repeated, or is waited for under watch; else ``None``.
     """
 
     def __init__(self, run: Callable[[], Any], params: list[Any], comm: Any) -> None:
-        self._run, self._params, self._comm = run, params, ResumableCommunication(comm)
+        self._run, self._params = run, params
+        self._comm = None if comm is None else ResumableCommunication(comm)
         self.stream = current_stream()
         """Of the accelerator, on which DeepSpeed gathers."""
         self._handle: Any = None
@@ -35,7 +36,6 @@ class Gather:
         """Begin to gather, or go on where it has failed before (collective)."""
         if self._is_repeated:
             self._set(ZeroParamStatus.NOT_AVAILABLE)
-        self._comm.restart()
         with _communicating_by(self._comm):
             self._handle = self._run()
         self.has_begun = True
@@ -103,11 +103,12 @@ class ResumableCommunication:
         return self._works[self._place - 1]
 
 
-def _communicating_by(comm: ResumableCommunication) -> Any:
-    """Let DeepSpeed's gathers communicate by ``comm``.
+def _communicating_by(comm: ResumableCommunication | None) -> AbstractContextManager[None]:
+    """Let DeepSpeed's gathers communicate by ``comm``, from its first collective.
 
-    In a checkpoint they do so under watch already; none of those is repeated.
+    In a checkpoint they are under watch already; none of those is repeated.
     """
-    if is_replaced(partition_parameters, "dist"):
+    if comm is None or is_replaced(partition_parameters, "dist"):
         return nullcontext()
+    comm.restart()
     return patched(partition_parameters, "dist", comm)

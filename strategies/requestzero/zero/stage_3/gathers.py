@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from requestzero.errors import AbortRequest
 from requestzero.rank_check.agreement import RankAgreement
 from requestzero.zero.common.ranks import Ranks
+from requestzero.zero.common.streams import has_streams
 from requestzero.zero.patch import patched
 from requestzero.zero.stage_3.gather import Gather
 from requestzero.zero.stage_3.postponed_gathers import PostponedGathers
@@ -81,7 +82,7 @@ def _gather(
 ) -> WatchedHandle:
     """Begin to gather as DeepSpeed does."""
     params = list(params)
-    begun = Gather(partial(gather, params, *args, **kwargs), params, comm)
+    begun = Gather(partial(gather, params, *args, **kwargs), params, _communication(gathers, comm))
     gathers.begin(begun)
     return WatchedHandle(begun, gathers)
 
@@ -96,10 +97,19 @@ def _gather_by_itself(
     """
     results: list[Any] = []
     try:
-        gathers.begin(Gather(lambda: results.append(gather(*args, **kwargs)), [], comm), planned=False)
+        begun = Gather(lambda: results.append(gather(*args, **kwargs)), [], _communication(gathers, comm))
+        gathers.begin(begun, planned=False)
     except AbortRequest:
         module: Any = parameter_offload.FWD_MODULE_STACK[-1]
         module._external_params.pop(id(param), None)
         raise
     gathers.raise_error()
     return results[0]
+
+
+def _communication(gathers: PostponedGathers, comm: Any) -> Any:
+    """Return how a gather communicates; ``None`` for as DeepSpeed does by itself.
+
+    That is in a backward on an accelerator: the host does not wait there, and hooks may run in several threads.
+    """
+    return comm if gathers.may_repeat or not has_streams() else None

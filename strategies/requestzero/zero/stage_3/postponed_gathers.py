@@ -32,6 +32,11 @@ class PostponedGathers:
         self._error: Exception | None = None
         self._makes_up = False
 
+    @property
+    def may_repeat(self) -> bool:
+        """True where a gather that fails now is repeated."""
+        return self._makes_up or self.can_postpone()
+
     # --- DeepSpeed's gathers ----------------------------------------------------------------------------------------
 
     def begin(self, gather: Gather, planned: bool = True) -> None:
