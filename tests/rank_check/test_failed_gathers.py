@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
 from unittest.mock import patch
@@ -18,9 +18,9 @@ from support.logs import logged_by
 from support.rank_scenarios import outcome, rank
 from support.ranks import RankGroup
 from support.setup import Setup
-from support.stage_3 import GATHERED, PARAMS
+from support.stage_3 import GATHERED, PARAMS, Pairs, reference_of_pairs
 from support.updates import assert_sums, difference
-from support.windows import ALL, Micro, inputs_of
+from support.windows import ALL, OUTS, Micro, inputs_of
 
 ABORT = {"requestzero": {"abort": True}}
 NO_PREFETCH = Setup(
@@ -31,6 +31,7 @@ SETUPS = [
     Setup(stage=3, config=ABORT, zero=GATHERED),
     Setup(stage=3, config=ABORT, zero={**GATHERED, "stage3_allgather_sequential": True}),
     Setup(stage=3, config=ABORT, zero={"stage3_param_persistence_threshold": 16, "stage3_prefetch_bucket_size": 16}),
+    Setup(stage=3, config=ABORT, zero={**GATHERED, "stage3_use_all_reduce_for_fetch_params": True}),
     Setup(
         stage=3, config=ABORT, checkpointing="non_reentrant", offload=True, model="bf16", zero={**GATHERED, **PARAMS}
     ),
@@ -41,7 +42,8 @@ SETUPS = [
 class ScarceMemory:
     """``torch`` as DeepSpeed's gathers see it: an allocation fails for want of memory, or all while memory is short.
 
-    The allocations are the buffer of a gather, and the weights that are cut out of it.
+    The allocations are the buffer of a gather, and the weights that are cut out of it. Memory comes as others have left
+    it.
     """
 
     fails_at: int = 0
@@ -55,7 +57,11 @@ class ScarceMemory:
     def empty(self, size: int, **kwargs: Any) -> torch.Tensor:
         if size > 0:
             self._allocate("buffer")
-        return torch.empty(size, **kwargs)
+        return torch.full((size,), 7, **kwargs)
+
+    def zeros(self, size: int, **kwargs: Any) -> torch.Tensor:
+        self._allocate("buffer")
+        return torch.zeros(size, **kwargs)
 
     def cat(self, tensors: Any, **kwargs: Any) -> torch.Tensor:
         if "out" not in kwargs:
@@ -166,6 +172,52 @@ def test_of_a_model_that_gathers_by_itself(two_ranks: RankGroup, in_block: bool)
     """From then on DeepSpeed gathers a weight that was used as an attribute with the layer's own, in one buffer."""
     failures = two_ranks.run(gathers_by_itself, NO_PREFETCH, in_block)
     assert failures == [[], ["buffer"] * 6 + ["weight"] * (not in_block)]
+
+
+# --- modules of two weights -----------------------------------------------------------------------------------------
+
+
+def failures_of_pairs(setup: Setup, uses: list[tuple[bool, ...]]) -> list[str]:
+    """Fail at every allocation of a forward of the last modules in turn, each after forwards of the others."""
+    engine = build(setup, model=Pairs("none", twice=False))
+    start, kept, numbers = masters(engine), [], count()
+    failures: list[str] = []
+    for fails_at in range(1, 30):
+        before = engine.aborted_requests
+        for used in uses:
+            memory = ScarceMemory(fails_at if rank() == 1 and used is uses[-1] else 0)
+            micro = Micro(used, next(numbers))
+            with suppress(torch.OutOfMemoryError), engine.request(micro.seed, micro_batches=1):
+                with in_place(memory):
+                    loss = engine(*inputs_of(engine, micro.seed), used)
+                engine.backward(loss)
+            kept.append(micro)
+        failures += memory.failures
+        if engine.aborted_requests == before:
+            break
+        kept.pop()
+    engine.step()
+    expected = reference_of_pairs([kept], world_size=2)[0]
+    assert all(map(torch.equal, difference(start, masters(engine)), expected))
+    engine.destroy()
+    return failures
+
+
+BOTH = (True,) * len(OUTS)
+SOME = (True, False, True, False, True)
+
+
+@pytest.mark.parametrize("uses", [[BOTH] * 4, [BOTH, BOTH, BOTH, SOME]], ids=["one order", "another order"])
+@pytest.mark.parametrize("bucket", [9, 21, 30, 1000])
+@pytest.mark.parametrize("sequential", [False, True])
+def test_of_modules_with_two_weights(
+    two_ranks: RankGroup, uses: list[tuple[bool, ...]], bucket: int, sequential: bool
+) -> None:
+    """DeepSpeed gathers ahead in the fetch that fails, and waits for more where a forward leaves the order."""
+    zero = {"stage3_prefetch_bucket_size": bucket, "stage3_allgather_sequential": sequential}
+    setup = replace(NO_PREFETCH, zero={**NO_PREFETCH.zero, **zero})
+    nothing, failures = two_ranks.run(failures_of_pairs, setup, [(*used, *used) for used in uses])
+    assert (nothing, len(failures) >= 6) == ([], True)
 
 
 # --- memory that is short as long as the forward's frames live ------------------------------------------------------

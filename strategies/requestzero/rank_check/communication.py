@@ -40,8 +40,8 @@ class WatchedCommunication:
         return getattr(dist, name)
 
     def all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run ``deepspeed.comm.all_reduce`` (collective)."""
-        return self._run(dist.all_reduce, tensor, *args, **kwargs)
+        """Run ``deepspeed.comm.all_reduce`` (collective); with ``async_op`` its wait is watched."""
+        return self._begin(dist.all_reduce, tensor, *args, **kwargs)
 
     def reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run ``deepspeed.comm.reduce`` (collective)."""
@@ -65,15 +65,15 @@ class WatchedCommunication:
 
     def all_gather_into_tensor(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run ``deepspeed.comm.all_gather_into_tensor`` (collective); with ``async_op`` its wait is watched."""
-        return self._gather(dist.all_gather_into_tensor, output, *args, **kwargs)
+        return self._begin(dist.all_gather_into_tensor, output, *args, **kwargs)
 
     def allgather_fn(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run ``deepspeed.comm.allgather_fn``, likewise."""
-        return self._gather(dist.allgather_fn, output, *args, **kwargs)
+        return self._begin(dist.allgather_fn, output, *args, **kwargs)
 
-    def _gather(self, collective: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = self._run(collective, output, *args, **kwargs)
-        return work if work is None or output.device.type != "cpu" else WatchedWork(work, self._agreement)
+    def _begin(self, collective: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = self._run(collective, tensor, *args, **kwargs)
+        return work if work is None or tensor.device.type != "cpu" else WatchedWork(work, self._agreement)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Run ``deepspeed.comm.barrier`` (collective)."""

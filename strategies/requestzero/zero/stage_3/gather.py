@@ -7,18 +7,22 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 
 from requestzero.zero.common.streams import current_stream
 from requestzero.zero.patch import is_replaced, patched
+from requestzero.zero.stage_3.resumable_communication import ResumableCommunication
 
 
 class Gather:
     """A gather of DeepSpeed's: how it is begun, its handle, and what of it has been done.
 
+    DeepSpeed looks at the status of the weights, and asserts what it expects. Where the gather has failed, the status
+    says what it would be without the failure, until the gather is made up for.
+
     Args:
-        run: begins it and returns DeepSpeed's handle, or ends it and returns ``None``.
-        params: the weights that ``run`` begins to gather; none of them where it ends the gather.
+        run: begins it and returns DeepSpeed's handle, or gathers at once and returns something else.
+        params: the weights that it gathers, none of which is there or under way.
         comm: ``deepspeed.comm`` for a gather that can be repeated, or is waited for under watch; else ``None``.
     """
 
@@ -28,79 +32,62 @@ class Gather:
         self.stream = current_stream()
         """Of the accelerator, on which DeepSpeed gathers."""
         self._handle: Any = None
-        self._is_repeated = self.has_begun = self._has_ended = False
-        self.is_awaited = False
-        """True once DeepSpeed has waited for the weights, though they were not there."""
+        self._has_begun = self._has_ended = False
+        self._has_failed = self._is_passed_over = False
+        self._released: list[Any] | None = None
 
     def begin(self) -> None:
-        """Begin to gather, or go on where it has failed before (collective)."""
-        if self._is_repeated:
+        """Begin to gather (collective), but for what an attempt before has begun."""
+        if self._has_failed:
             self._set(ZeroParamStatus.NOT_AVAILABLE)
         with _communicating_by(self._comm):
             self._handle = self._run()
-        self.has_begun = True
+        self._has_begun = True
 
     def end(self, handle_dependency: bool = True) -> None:
-        """Wait for the weights; again where what follows the wait has failed before.
+        """Wait for the weights; after an attempt that has failed behind the wait, once more.
 
         Args:
             handle_dependency: of DeepSpeed's handle: keep the buffer until the current stream has read it.
         """
         if self._has_ended:
             return
-        if self._is_repeated:  # some of them may be there
+        if self._has_failed:  # some of the weights may be there
             self._set(ZeroParamStatus.INFLIGHT)
         self._handle.wait(handle_dependency=handle_dependency)
-        if self._is_repeated:
+        if self._has_failed:
             self._set(ZeroParamStatus.AVAILABLE)
         self._has_ended = True
 
+    # --- after a failure --------------------------------------------------------------------------------------------
+
     def note_failure(self) -> None:
-        """Note that it has failed to begin or to end, at whatever place."""
-        self._is_repeated = True
+        """Note that it, or one before it, has failed; let DeepSpeed go on as if the weights were under way."""
+        self._has_failed = True
+        if not self._has_begun:
+            self._set(ZeroParamStatus.INFLIGHT)
 
     def pass_over(self) -> None:
-        """Let DeepSpeed go on as if the weights were there, up to where its forward can be left."""
-        self._set(ZeroParamStatus.AVAILABLE)
-        self.is_awaited = True
+        """Let DeepSpeed go on as if it had waited for the weights; once, since it may release them afterwards."""
+        if not self._is_passed_over:
+            self._set(ZeroParamStatus.AVAILABLE)
+            self._is_passed_over = True
+
+    def make_up(self) -> None:
+        """Do what has failed (collective); weights that DeepSpeed has released by now are released again."""
+        if self._released is None:
+            missing = [param for param in self._params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+            self._released = missing if self._is_passed_over else []
+        if not self._has_begun:
+            self.begin()
+        if self._is_passed_over:
+            self.end()
+        for param in self._released:
+            free_param(param)
 
     def _set(self, status: ZeroParamStatus) -> None:
         for param in self._params:
             param.ds_status = status
-
-
-class ResumableCommunication:
-    """``deepspeed.comm`` for one gather, which begins each of its collectives once, however often it is repeated.
-
-    A repeated gather gets the work of the first attempt, whose result is elsewhere: nobody reads it, since the weights
-    are released as the request is aborted.
-    """
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-        self._works: list[Any] = []
-        self._place = 0
-
-    def restart(self) -> None:
-        """Let the gather begin from its first collective."""
-        self._place = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def allgather_fn(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``deepspeed.comm.allgather_fn`` (collective), unless it is begun."""
-        return self._once(self._comm.allgather_fn, *args, **kwargs)
-
-    def all_gather_into_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``deepspeed.comm.all_gather_into_tensor``, likewise."""
-        return self._once(self._comm.all_gather_into_tensor, *args, **kwargs)
-
-    def _once(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._place == len(self._works):
-            self._works.append(collective(*args, **kwargs))
-        self._place += 1
-        return self._works[self._place - 1]
 
 
 def _communicating_by(comm: ResumableCommunication | None) -> AbstractContextManager[None]:

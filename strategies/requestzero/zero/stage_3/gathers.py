@@ -13,6 +13,7 @@ from typing import Any
 
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from requestzero.errors import AbortRequest
@@ -88,7 +89,13 @@ def _gather(
 
 
 def _gather_by_itself(
-    gather: Callable[..., Any], gathers: PostponedGathers, comm: Any, param: Any, *args: Any, **kwargs: Any
+    gather: Callable[..., Any],
+    gathers: PostponedGathers,
+    comm: Any,
+    param: Any,
+    param_list: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Gather as DeepSpeed does, what a rank that goes along with a forward would not.
 
@@ -96,8 +103,11 @@ def _gather_by_itself(
     on. A rank that has left the forward has not, so that this one forgets it too.
     """
     results: list[Any] = []
+    params = [param] if param_list is None else list(param_list)
+    missing = [each for each in params if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]
     try:
-        begun = Gather(lambda: results.append(gather(*args, **kwargs)), [], _communication(gathers, comm))
+        run = partial(gather, params, *args, **kwargs)
+        begun = Gather(lambda: results.append(run()), missing, _communication(gathers, comm))
         gathers.begin(begun, planned=False)
     except AbortRequest:
         module: Any = parameter_offload.FWD_MODULE_STACK[-1]

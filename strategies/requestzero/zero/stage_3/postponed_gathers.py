@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from requestzero.errors import RankDisagreementError
 from requestzero.rank_check.interface import Agreement
+from requestzero.zero.common.exception_frames import clear_frames
 from requestzero.zero.common.streams import on_stream
 from requestzero.zero.stage_3.gather import Gather
 
@@ -51,7 +52,7 @@ class PostponedGathers:
             self.raise_error()
         self.agreement.note_gather(planned)
         if self._postponed:
-            self._postponed.append(gather)
+            self._postpone(gather)
         else:
             self._attempt(gather, gather.begin)
 
@@ -102,17 +103,11 @@ class PostponedGathers:
         try:
             postponed, self._postponed, self._error = self._postponed, [], None
             for gather in postponed:
-                self._make_up(gather)
+                with on_stream(gather.stream):
+                    self._attempt(gather, gather.make_up)
             yield
         finally:
             self._makes_up = False
-
-    def _make_up(self, gather: Gather) -> None:
-        with on_stream(gather.stream):
-            if not gather.has_begun:
-                self._attempt(gather, gather.begin)
-            if gather.is_awaited:
-                self._attempt(gather, gather.end)
 
     def _attempt(self, gather: Gather, action: Callable[[], None]) -> None:
         """Begin or end a gather; postpone or repeat it where that fails, or fail on all ranks."""
@@ -121,16 +116,21 @@ class PostponedGathers:
         except RankDisagreementError:
             raise
         except Exception as error:
-            gather.note_failure()
-            if self.can_postpone():
-                self._postponed.append(gather)
+            is_local = not isinstance(error, torch.distributed.DistError)  # else no collective can follow
+            if is_local and self.can_postpone():
+                self._postpone(gather)
                 self._error = self._error or error
-            elif self._makes_up:
-                _clear_frames()
+            elif is_local and self._makes_up:
+                gather.note_failure()
+                clear_frames(error)
                 self._repeat(action)
             else:
                 self.agreement.fail(error)  # the others are in the gather, so that nothing can go on
                 raise
+
+    def _postpone(self, gather: Gather) -> None:
+        gather.note_failure()
+        self._postponed.append(gather)
 
     def _repeat(self, action: Callable[[], None]) -> None:
         try:
@@ -138,11 +138,3 @@ class PostponedGathers:
         except Exception as error:
             self.agreement.fail(error)
             raise
-
-
-def _clear_frames() -> None:
-    """Free what the frames of all exceptions that are being handled hold, but for those that still run."""
-    error: BaseException | None = sys.exc_info()[1]
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__

@@ -12,6 +12,9 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
     """The parameter is being gathered."""
 
+def free_param(param: torch.nn.Parameter) -> None:
+    """Gives a gathered weight up, as after its module's forward."""
+
 class AllGatherHandle:
     """One weight, gathered into its place or copied there; waits again after an error."""
 
